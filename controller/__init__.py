@@ -1,0 +1,1 @@
+"""The sidecar: estimates, governs, solves and leases. Never imports torch."""

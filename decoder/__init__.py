@@ -1,0 +1,1 @@
+"""The decoding worker. The only package that imports torch."""

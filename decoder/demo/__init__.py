@@ -1,0 +1,1 @@
+"""The bundled pair, its tasks and its traffic."""

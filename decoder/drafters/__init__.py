@@ -1,0 +1,1 @@
+"""Draft-token sources behind one interface."""

@@ -1,0 +1,1 @@
+"""What leniency means (rules) and what operators allow (the policy document). Imports nothing of ours."""

@@ -1,0 +1,1 @@
+"""Everything that outlives a process: wire records, streams, leases, tables. Imports nothing of ours."""

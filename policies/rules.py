@@ -93,7 +93,7 @@ def accept_prob(rule: Rule, s: Scalars, theta: Array | float, rho: Array | float
     """Completed acceptance probability ``A(x)`` of ``rule`` at knob ``theta`` and mixing weight ``rho``.
 
     ``theta`` and ``rho`` are scalars or arrays in [0, 1] that broadcast against the scalars (a leading axis of knobs
-    evaluates a whole curve at once). Returns values in ``[A0, 1]``; exactly ``A0`` where ``theta == 0`` or ``rho == 0``.
+    evaluates a whole curve at once). Returns values in ``[A0, 1]``; exactly ``A0`` where either of them is 0.
     """
     xp = _namespace(s.target_prob)
     a0 = lossless_accept(s)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ Fields = dict[bytes, bytes]
 Arm = Literal["untouched", "lenient", "holdback"]
 Branch = Literal["served", "fork"]
 
-# Bits of TokenBlock.flags. PINNED: leniency is not allowed here whatever the lease says (structured span, caller's cap).
+# Bits of TokenBlock.flags. PINNED: leniency is not allowed here whatever the lease says (structured span, cap).
 EXAMINED, ACCEPTED, TOUCH, PINNED = 1, 2, 4, 8
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
@@ -34,8 +34,8 @@ _MAX_ROWS = 1 << 20
 class TokenBlock:
     """Telemetry of a run of draft-verify rounds of one traffic class under one lease.
 
-    Per round (arrays of shape [rounds]): rows in the batch, width drafted, tokens emitted over all rows, and seconds spent
-    drafting, verifying and in between. Per drafted position (shape [n]): the request's row number within this block,
+    Per round (arrays of shape [rounds]): rows in the batch, width drafted, tokens emitted over all rows, and seconds
+    spent drafting, verifying and in between. Per drafted position (shape [n]): the request's row number within this block,
     the round's index within this block, the position in its block from 1, the scalars of DESIGN 2.4, the knob
     ``theta`` applied there (0 on structured spans, in holdback, under a cap or an expired lease) and flag bits
     EXAMINED, ACCEPTED, TOUCH, PINNED. Duplicates share (worker, boot, seq).
@@ -119,7 +119,7 @@ class TokenBlock:
         rounds = columns["round_rows"].size
         if columns["round"].size and (int(columns["round"].max()) >= rounds or int(columns["position"].min()) < 1):
             raise SampleError("block: a drafted position names a round that is not in the block, or position 0")
-        return cls(**values, **columns)
+        return cls(**(values | columns))
 
 
 POSITION_PROBABILITIES = (
@@ -310,7 +310,7 @@ class Decision:
 
 Record = TokenBlock | RequestRecord | ForkRecord | QualityScore
 Flat = RequestRecord | ForkRecord | QualityScore
-F = TypeVar("F", RequestRecord, ForkRecord, QualityScore)
+FLAT: dict[str, type[Flat]] = {cls.KIND: cls for cls in (RequestRecord, ForkRecord, QualityScore)}
 
 
 def to_fields(record: Record) -> Fields:
@@ -325,13 +325,12 @@ def from_fields(entry: Mapping[bytes, bytes]) -> Record:
     kind = entry.get(b"kind", b"?").decode("ascii", "replace")
     if kind == "block":
         return TokenBlock.from_fields(entry)
-    for cls in (RequestRecord, ForkRecord, QualityScore):
-        if kind == cls.KIND:
-            return _flat(cls, entry)
+    if kind in FLAT:
+        return _flat(FLAT[kind], entry)
     raise SampleError(f"entry: unknown kind {kind[:40]!r}")
 
 
-def _flat(cls: type[F], entry: Mapping[bytes, bytes]) -> F:
+def _flat(cls: type[Flat], entry: Mapping[bytes, bytes]) -> Flat:
     head = _parse_head(entry, cls.KIND)
     values = _typed(cls, head)
     for name in getattr(cls, "UNIT", ()):

@@ -1,0 +1,206 @@
+"""What the loop shows to the outside: plain immutable snapshots, and the board that hands them out.
+
+After each tick the loop builds one `PoolView` and calls `Board.publish`; the API, the event stream and the metrics read
+only these. Times are Unix seconds on the loop's steady clock, durations seconds, ratios fractions (0.2 is 20%).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+STATES = (
+    "certified",
+    "measured",
+    "insufficient data",
+    "uncertified",
+    "breached",
+    "no traffic",
+    "disabled",
+)
+
+ARMS = ("untouched", "lenient", "holdback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertView:
+    """One alert of a class: its name, whether it fires now, and one sentence that says why."""
+
+    name: str
+    firing: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassView:
+    """One traffic class as of one tick; ``None`` means not known yet, except for ``mu``, where it means infinity.
+
+    ``state`` is one of `STATES`. ``counters`` are cumulative and never fall while the controller runs; the keys are
+    ``requests.<arm>``, ``touches``, ``tokens``, ``target_passes``, ``drafted``, ``examined``, ``accepted``,
+    ``request_seconds``, ``forks``, ``scores.<arm>.<metric>`` and ``score_sum.<arm>.<metric>`` with the arms of `ARMS`
+    (a forked branch counts under the arm that it stands for). A missing key reads as 0.
+    """
+
+    traffic_class: str
+    state: str
+    reason: str
+    explanation: str
+    rule: str
+    g: int
+    theta: float
+    rho: float
+    mu: float | None
+    lease_epoch: int
+    lease_seq: int
+    lease_ttl_s: float
+    acceptance: float | None = None
+    block_efficiency: float | None = None
+    tokens_per_second: float | None = None
+    predicted_speedup_plain: float | None = None
+    predicted_speedup_lossless: float | None = None
+    touches_per_request_allowed: float = 0.0
+    touches_per_request_seen: float | None = None
+    u_kappa: float = 1.0
+    spent: float = 0.0
+    spent_upper: float = 0.0
+    budget: float = 0.0
+    remaining: float = 1.0
+    burn: Mapping[str, float] = field(default_factory=dict)
+    alerts: tuple[AlertView, ...] = ()
+    forks_matured: int = 0
+    labels_needed: int | None = None
+    quality_lenient: float | None = None
+    quality_lossless: float | None = None
+    requests_in_window: int = 0
+    max_loss: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolView:
+    """One pool as of one tick.
+
+    ``tick_seconds`` is how long the last tick took, ``interval_s`` how often the loop means to tick (readiness turns
+    false after two of them without a tick). ``policy_rejected`` is the reason why the newest edit of the policy was
+    refused (the last good revision stays active), ``degraded`` lists in plain words what does not work at the moment.
+    """
+
+    pool: str
+    policy_revision: int
+    policy_source: str
+    policy_rejected: str | None
+    epoch: int
+    leader: bool
+    time: float
+    tick_seconds: float
+    interval_s: float
+    last_telemetry_age_s: float | None
+    stream_lag: int
+    dead_letters: int
+    classes: tuple[ClassView, ...]
+    degraded: tuple[str, ...] = ()
+
+
+class BoardFull(Exception):
+    """There are as many event streams open as the board allows."""
+
+
+class Board:
+    """Thread-safe holder of the newest view of each pool.
+
+    ``publish`` may be called from any thread and never blocks on readers. Each event stream is a `Subscription` that
+    keeps only the newest view per pool, so a slow reader costs a bounded amount of memory and nobody waits for it.
+    """
+
+    def __init__(self, max_subscriptions: int = 64) -> None:
+        self._lock = threading.Lock()
+        self._views: dict[str, PoolView] = {}
+        self._subscriptions: set[Subscription] = set()
+        self._max = max_subscriptions
+        self._closed = False
+
+    def publish(self, view: PoolView) -> None:
+        """Replace the view of ``view.pool`` and wake the event streams."""
+        with self._lock:
+            self._views[view.pool] = view
+            subscriptions = list(self._subscriptions)
+        for subscription in subscriptions:
+            subscription._offer(view)
+
+    def pools(self) -> list[PoolView]:
+        """The newest view of every pool, by name."""
+        with self._lock:
+            return [self._views[name] for name in sorted(self._views)]
+
+    def pool(self, name: str) -> PoolView | None:
+        """The newest view of one pool, None if it has none."""
+        with self._lock:
+            return self._views.get(name)
+
+    def subscribe(self) -> Subscription:
+        """A subscription for the running event loop, primed with every view there is; raises `BoardFull`."""
+        with self._lock:
+            if len(self._subscriptions) >= self._max:
+                raise BoardFull(f"{self._max} event streams are open")
+            subscription = Subscription(self, asyncio.get_running_loop(), dict(self._views), closed=self._closed)
+            self._subscriptions.add(subscription)
+        return subscription
+
+    def close(self) -> None:
+        """End every event stream now and at once from here on, so that none of them holds up a shutdown."""
+        with self._lock:
+            self._closed = True
+            subscriptions = list(self._subscriptions)
+        for subscription in subscriptions:
+            subscription._offer(None)
+
+    @property
+    def subscribers(self) -> int:
+        """How many event streams are open."""
+        with self._lock:
+            return len(self._subscriptions)
+
+    def _remove(self, subscription: Subscription) -> None:
+        with self._lock:
+            self._subscriptions.discard(subscription)
+
+
+class Subscription:
+    """One event stream's place on the board; a context manager that leaves the board at its end."""
+
+    def __init__(
+        self, board: Board, loop: asyncio.AbstractEventLoop, pending: dict[str, PoolView], *, closed: bool
+    ) -> None:
+        self._board, self._loop, self._pending, self._closed = board, loop, pending, closed
+        self._wake = asyncio.Event()
+        if pending or closed:
+            self._wake.set()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._board._remove(self)
+
+    async def next(self) -> list[PoolView] | None:
+        """Wait for news and return the newest view of each pool that changed; None once the board is closed."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._closed:
+            return None
+        views, self._pending = list(self._pending.values()), {}
+        return views
+
+    def _offer(self, view: PoolView | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and its streams with it
+            self._loop.call_soon_threadsafe(self._accept, view)
+
+    def _accept(self, view: PoolView | None) -> None:
+        if view is None:
+            self._closed = True
+        else:
+            self._pending[view.pool] = view
+        self._wake.set()

@@ -1,0 +1,197 @@
+"""What the controller exports to Prometheus; every metric is in the table of `docs/metrics.md`.
+
+Counters are exported and ratios are left to queries (a ratio of two rates is right over any window, an exported ratio
+over none). The values are read from the newest `PoolView` at scrape time, so a class that is gone leaves no series.
+Labels are bounded: pools and classes come from the policies, arms and states from fixed lists, and of classes beyond
+`MAX_CLASSES` and of other names beyond `MAX_NAMES` nothing is exported. No request ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from controller.view import ARMS, STATES, ClassView, PoolView
+
+MAX_CLASSES = 64
+MAX_NAMES = 32
+TICK_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+Samples = Iterable[tuple[tuple[str, ...], float | None]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: name, kind, help, label names, and how its samples are read from a view (None is not exported)."""
+
+    name: str
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    help: str
+    labels: tuple[str, ...]
+    read: Callable[[PoolView], Samples]
+
+    def collect(self, views: Iterable[PoolView]) -> CounterMetricFamily | GaugeMetricFamily:
+        """The family with the samples of ``views``."""
+        family = self.kind(self.name, self.help, labels=self.labels)
+        for view in views:
+            for labels, value in self.read(view):
+                if value is not None:
+                    family.add_metric(labels, value)
+        return family
+
+
+class ControllerMetrics(Collector):
+    """The controller's metrics in ``registry``; `update` is called once per tick and pool, from any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lock = threading.Lock()
+        self._views: dict[str, PoolView] = {}
+        self._ticks = Counter("lenity_ticks", "Ticks of the control loop.", ["pool"], registry=registry)
+        self._tick_seconds = Histogram(
+            "lenity_tick_seconds", "Time that a tick took.", ["pool"], buckets=TICK_BUCKETS, registry=registry
+        )
+        registry.register(self)
+
+    def update(self, view: PoolView) -> None:
+        """Count one tick and show ``view`` from now on."""
+        self._ticks.labels(view.pool).inc()
+        self._tick_seconds.labels(view.pool).observe(view.tick_seconds)
+        with self._lock:
+            self._views[view.pool] = view
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The families, read from the newest views."""
+        with self._lock:
+            views = [self._views[name] for name in sorted(self._views)]
+        for family in FAMILIES:
+            yield family.collect(views)
+
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The families without samples, so that the registry knows their names before the first tick."""
+        for family in FAMILIES:
+            yield family.collect(())
+
+
+def _per_pool(name: str, help: str, read: Callable[[PoolView], float | None], kind: type = GaugeMetricFamily) -> Family:
+    return Family(name, kind, help, ("pool",), lambda view: [((view.pool,), read(view))])
+
+
+def _per_class(name: str, help: str, read: Callable[[ClassView], float | None]) -> Family:
+    return _by_class(name, help, (), lambda c: [((), read(c))])
+
+
+def _by_class(
+    name: str,
+    help: str,
+    labels: tuple[str, ...],
+    read: Callable[[ClassView], Samples],
+    kind: type = GaugeMetricFamily,
+) -> Family:
+    """A family with the labels ``pool``, ``class`` and ``labels``, where ``read`` gives the values of the last."""
+
+    def samples(view: PoolView) -> Samples:
+        for c in view.classes[:MAX_CLASSES]:
+            for values, value in read(c):
+                yield (view.pool, c.traffic_class, *values), value
+
+    return Family(name, kind, help, ("pool", "class", *labels), samples)
+
+
+def _count(name: str, help: str, key: str) -> Family:
+    return _by_class(name, help, (), lambda c: [((), c.counters.get(key, 0.0))], CounterMetricFamily)
+
+
+def _requests(c: ClassView) -> Samples:
+    return [((arm,), c.counters.get(f"requests.{arm}", 0.0)) for arm in ARMS]
+
+
+def _scores(prefix: str) -> Callable[[ClassView], Samples]:
+    """Samples by (metric, arm) of the counters ``<prefix>.<arm>.<metric>``; a metric's name may contain dots."""
+
+    def read(c: ClassView) -> Samples:
+        parts = sorted(key.split(".", 2) for key in c.counters if key.startswith(f"{prefix}."))
+        metrics = sorted({p[2] for p in parts if len(p) == 3 and p[1] in ARMS})[:MAX_NAMES]
+        return [((m, arm), c.counters.get(f"{prefix}.{arm}.{m}", 0.0)) for m in metrics for arm in ARMS]
+
+    return read
+
+
+def _state(c: ClassView) -> Samples:
+    known = c.state if c.state in STATES else "other"
+    return [((state,), float(state == known)) for state in (*STATES, "other")]
+
+
+def _speedups(c: ClassView) -> Samples:
+    return [(("plain",), c.predicted_speedup_plain), (("lossless",), c.predicted_speedup_lossless)]
+
+
+def _touches(c: ClassView) -> Samples:
+    return [(("allowed",), c.touches_per_request_allowed), (("seen",), c.touches_per_request_seen)]
+
+
+FAMILIES: tuple[Family, ...] = (
+    _by_class("lenity_requests", "Finished requests.", ("arm",), _requests, CounterMetricFamily),
+    _count("lenity_touches", "Tokens that leniency accepted and lossless verification would have rejected.", "touches"),
+    _count("lenity_tokens", "Emitted tokens.", "tokens"),
+    _count("lenity_target_passes", "Forward passes of the target model.", "target_passes"),
+    _count("lenity_drafted_tokens", "Drafted tokens.", "drafted"),
+    _count("lenity_examined_tokens", "Drafted tokens whose accept test was evaluated.", "examined"),
+    _count("lenity_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
+    _count("lenity_request_seconds", "Time spent on finished requests.", "request_seconds"),
+    _count("lenity_forks", "Paired forks that ran to their end.", "forks"),
+    _by_class("lenity_scores", "Quality scores received.", ("metric", "arm"), _scores("scores"), CounterMetricFamily),
+    _by_class(
+        "lenity_score_sum", "Sum of quality scores.", ("metric", "arm"), _scores("score_sum"), CounterMetricFamily
+    ),
+    _by_class("lenity_state", "1 for the state that the class is in, 0 for the others.", ("state",), _state),
+    _per_class("lenity_theta", "Leniency knob in use, 0 is lossless.", lambda c: c.theta),
+    _per_class("lenity_rho", "Mixing weight of the accept rule in use.", lambda c: c.rho),
+    _per_class("lenity_block_length_tokens", "Draft tokens per round in use.", lambda c: c.g),
+    _by_class("lenity_touches_per_request", "Touches per request: allowed and seen.", ("which",), _touches),
+    _by_class("lenity_predicted_speedup_ratio", "Predicted speed over another way.", ("against",), _speedups),
+    _per_class("lenity_budget_remaining_ratio", "Share of the error budget left, may be < 0.", lambda c: c.remaining),
+    _per_class("lenity_budget_loss", "Loss that the window's budget allows, in requests.", lambda c: c.budget),
+    _per_class("lenity_budget_spent_loss", "Loss spent in the window: estimate, in requests.", lambda c: c.spent),
+    _per_class(
+        "lenity_budget_spent_upper_loss", "Loss spent in the window: upper bound, in requests.", lambda c: c.spent_upper
+    ),
+    _per_class("lenity_max_loss_ratio", "Mean loss that the policy tolerates.", lambda c: c.max_loss),
+    _per_class("lenity_loss_per_touch_upper", "Upper bound on the loss per touch, U_kappa.", lambda c: c.u_kappa),
+    _per_class("lenity_window_requests", "Requests in the budget's window.", lambda c: c.requests_in_window),
+    _per_class("lenity_evidence_forks", "Paired forks that count as evidence now.", lambda c: c.forks_matured),
+    _per_class("lenity_labels_needed", "Labelled requests needed for a measurement.", lambda c: c.labels_needed),
+    _by_class(
+        "lenity_burn_rate",
+        "Budget burn rate over a window; 1 spends exactly the plan.",
+        ("window",),
+        lambda c: [((window,), rate) for window, rate in list(c.burn.items())[:MAX_NAMES]],
+    ),
+    _by_class(
+        "lenity_alert_firing",
+        "1 while the alert fires.",
+        ("alert",),
+        lambda c: [((alert.name,), float(alert.firing)) for alert in c.alerts[:MAX_NAMES]],
+    ),
+    _per_class("lenity_lease_epoch", "Fencing epoch of the newest lease.", lambda c: c.lease_epoch),
+    _per_class("lenity_lease_seq", "Sequence number of the newest lease in its epoch.", lambda c: c.lease_seq),
+    _per_class("lenity_lease_ttl_seconds", "Time that a lease stays valid.", lambda c: c.lease_ttl_s),
+    _per_pool(
+        "lenity_dead_letters", "Stream entries refused as malformed.", lambda v: v.dead_letters, CounterMetricFamily
+    ),
+    _per_pool("lenity_stream_lag_entries", "Stream entries not read yet.", lambda v: v.stream_lag),
+    _per_pool("lenity_telemetry_age_seconds", "Time since the newest telemetry.", lambda v: v.last_telemetry_age_s),
+    _per_pool("lenity_last_tick_timestamp_seconds", "When the loop last ticked, in Unix seconds.", lambda v: v.time),
+    _per_pool("lenity_tick_interval_seconds", "How often the loop means to tick.", lambda v: v.interval_s),
+    _per_pool("lenity_policy_revision", "Active policy revision.", lambda v: v.policy_revision),
+    _per_pool(
+        "lenity_policy_rejected", "1 while the newest policy edit is refused.", lambda v: v.policy_rejected is not None
+    ),
+    _per_pool("lenity_leader", "1 on the controller that leads the pool.", lambda v: v.leader),
+    _per_pool("lenity_leader_epoch", "Fencing epoch of this controller.", lambda v: v.epoch),
+    _per_pool("lenity_degraded", "How many things do not work at the moment.", lambda v: len(v.degraded)),
+)

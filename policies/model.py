@@ -1,0 +1,378 @@
+"""The policy document: what operators allow for one pool.
+
+`Policy` is the YAML document of `docs/policy.md`, strict and immutable: durations are seconds, percentages are shares
+of one. `Policy.for_class` flattens it, with the overrides of one traffic class applied, into the `ClassPolicy` that
+controllers and workers read. Documents are read by `policies.load`; there a fault names file, line and key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from policies.rules import RULES
+from policies.scalars import Count, Duration, Share, format_duration, shown
+
+MIN_WINDOW_S = 10.0
+MAX_WINDOW_S = 366 * 86_400.0
+MAX_BLOCK = 64
+MAX_CLASSES = 64
+# The SRE Workbook's paging rows for 30 days, as shares of the window: long and short window, share of the budget.
+PAGE_ROWS = ((1 / 720, 1 / 8640, 0.02), (1 / 120, 1 / 1440, 0.05), (1 / 30, 1 / 360, 0.10), (1 / 10, 1 / 120, 0.10))
+
+
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise PydanticCustomError("list", "must be a list, such as [a, b], not {shown}", {"shown": shown(value)})
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise PydanticCustomError("empty", "has no value; leave the key out to inherit the policy's")
+    return value
+
+
+def _rule(value: Any) -> Any:
+    if isinstance(value, str) and value not in RULES:
+        raise PydanticCustomError(
+            "rule", "unknown accept rule {shown}; known: {known}", {"shown": shown(value), "known": ", ".join(RULES)}
+        )
+    return value
+
+
+def _rules(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise PydanticCustomError("rules", "names a rule twice")
+    return value
+
+
+Path = tuple[str, ...]  # the keys that lead to a value
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\z")]
+Rules = Annotated[
+    tuple[Annotated[str, BeforeValidator(_rule)], ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=16)
+]
+Unit = Annotated[Share, Field(ge=0, le=1)]
+Loss = Annotated[Share, Field(ge=0, lt=1)]
+Confidence = Annotated[Share, Field(gt=0.5, lt=1)]
+Holdback = Annotated[Share, Field(ge=0, lt=1)]
+Window = Annotated[Duration, Field(ge=MIN_WINDOW_S, le=MAX_WINDOW_S)]
+Positive = Annotated[Duration, Field(gt=0, le=MAX_WINDOW_S)]
+Labels = Annotated[Count, Field(ge=1, le=10_000_000)]
+BlockLength = Annotated[Count, Field(ge=1, le=MAX_BLOCK)]
+Explore = Annotated[Share, Field(ge=0, le=0.5)]
+Step = Annotated[Share, Field(gt=0, le=1)]
+Structured = Literal["lossless", "lenient"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Objective(_Section):
+    """What quality is, and how much of it may be lost."""
+
+    metric: Name
+    max_loss: Loss
+    window: Window
+    confidence: Confidence = 0.95
+
+
+class Leniency(_Section):
+    """Which accept rules may be used, in order of preference, and how far."""
+
+    rules: Rules = ("threshold", "token_v3")
+    max_theta: Unit = 0.9
+    structured: Structured = "lossless"
+
+
+class Evidence(_Section):
+    """How loss is measured on touched requests."""
+
+    holdback: Holdback = 0.1
+    fork_cold: Unit = 1.0
+    fork_warm: Unit = 0.05
+    label_deadline: Positive = 900.0
+    min_labels: Labels = 200
+
+
+class Block(_Section):
+    """How many tokens may be drafted per round."""
+
+    max: BlockLength = 16
+    explore: Explore = 0.01
+
+
+class PullBack(_Section):
+    """When leniency shrinks, stops, and how it comes back."""
+
+    start: Unit = 0.2
+    stop: Unit = 0.05
+    cooldown: Positive = 1800.0
+    max_step_up: Step = 0.1
+
+
+class PageEntry(_Section):
+    """One paging rule: the share ``budget`` of the window's budget, spent at a steady rate within ``long``."""
+
+    long: Positive
+    short: Positive
+    budget: Annotated[Share, Field(gt=0, le=1)]
+
+
+Page = Annotated[tuple[PageEntry, ...], BeforeValidator(_as_tuple), Field(max_length=16)]
+
+
+class Alerts(_Section):
+    """When a person is paged; an empty list pages nobody."""
+
+    page: Page
+
+
+class BlockOverride(_Section):
+    """`Block` of one class, in part."""
+
+    max: Annotated[BlockLength | None, BeforeValidator(_given)] = None
+    explore: Annotated[Explore | None, BeforeValidator(_given)] = None
+
+
+class PullBackOverride(_Section):
+    """`PullBack` of one class, in part."""
+
+    start: Annotated[Unit | None, BeforeValidator(_given)] = None
+    stop: Annotated[Unit | None, BeforeValidator(_given)] = None
+    cooldown: Annotated[Positive | None, BeforeValidator(_given)] = None
+    max_step_up: Annotated[Step | None, BeforeValidator(_given)] = None
+
+
+class ClassOverride(_Section):
+    """What differs for one traffic class: keys of objective, leniency and evidence directly, other sections in part."""
+
+    metric: Annotated[Name | None, BeforeValidator(_given)] = None
+    max_loss: Annotated[Loss | None, BeforeValidator(_given)] = None
+    window: Annotated[Window | None, BeforeValidator(_given)] = None
+    confidence: Annotated[Confidence | None, BeforeValidator(_given)] = None
+    rules: Annotated[Rules | None, BeforeValidator(_given)] = None
+    max_theta: Annotated[Unit | None, BeforeValidator(_given)] = None
+    structured: Annotated[Structured | None, BeforeValidator(_given)] = None
+    holdback: Annotated[Holdback | None, BeforeValidator(_given)] = None
+    fork_cold: Annotated[Unit | None, BeforeValidator(_given)] = None
+    fork_warm: Annotated[Unit | None, BeforeValidator(_given)] = None
+    label_deadline: Annotated[Positive | None, BeforeValidator(_given)] = None
+    min_labels: Annotated[Labels | None, BeforeValidator(_given)] = None
+    block: BlockOverride = BlockOverride()
+    pull_back: PullBackOverride = PullBackOverride()
+    alerts: Annotated[Alerts | None, BeforeValidator(_given)] = None
+
+
+@dataclass(frozen=True)
+class PageRule:
+    """Page when the budget burns faster than `factor` over both windows (seconds); ``share`` of it in (0, 1]."""
+
+    long_s: float
+    short_s: float
+    share: float
+
+    def factor(self, window_s: float) -> float:
+        """The burn rate that spends ``share`` of a ``window_s`` budget within the long window; 1 is on plan."""
+        return self.share * window_s / self.long_s
+
+
+@dataclass(frozen=True)
+class ClassPolicy:
+    """The policy of one traffic class, flat: seconds, and shares of one. `docs/policy.md` says what each means."""
+
+    pool: str
+    traffic_class: str
+    metric: str
+    max_loss: float
+    window_s: float
+    confidence: float
+    rules: tuple[str, ...]
+    max_theta: float
+    structured: Structured
+    holdback: float
+    fork_cold: float
+    fork_warm: float
+    label_deadline_s: float
+    min_labels: int
+    g_max: int
+    explore: float
+    start: float
+    stop: float
+    cooldown_s: float
+    max_step_up: float
+    page: tuple[PageRule, ...]
+
+    @property
+    def planned_loss(self) -> float:
+        """Mean loss that the governor plans for: ``max_loss (1 - start)``, so that steady state sits at the knee."""
+        return self.max_loss * (1 - self.start)
+
+    @property
+    def highest_burn(self) -> float:
+        """Burn against plan if every request lost everything; infinite where no loss is allowed."""
+        return 1 / self.planned_loss if self.planned_loss > 0 else float("inf")
+
+
+# Field of ClassPolicy -> its key in the document -> its key under classes.NAME.
+KEYS: dict[str, tuple[str, str]] = {
+    "metric": ("objective.metric", "metric"),
+    "max_loss": ("objective.max_loss", "max_loss"),
+    "window_s": ("objective.window", "window"),
+    "confidence": ("objective.confidence", "confidence"),
+    "rules": ("leniency.rules", "rules"),
+    "max_theta": ("leniency.max_theta", "max_theta"),
+    "structured": ("leniency.structured", "structured"),
+    "holdback": ("evidence.holdback", "holdback"),
+    "fork_cold": ("evidence.fork_cold", "fork_cold"),
+    "fork_warm": ("evidence.fork_warm", "fork_warm"),
+    "label_deadline_s": ("evidence.label_deadline", "label_deadline"),
+    "min_labels": ("evidence.min_labels", "min_labels"),
+    "g_max": ("block.max", "block.max"),
+    "explore": ("block.explore", "block.explore"),
+    "start": ("pull_back.start", "pull_back.start"),
+    "stop": ("pull_back.stop", "pull_back.stop"),
+    "cooldown_s": ("pull_back.cooldown", "pull_back.cooldown"),
+    "max_step_up": ("pull_back.max_step_up", "pull_back.max_step_up"),
+    "page": ("alerts.page", "alerts.page"),
+}
+
+
+def default_page(window_s: float) -> tuple[PageEntry, ...]:
+    """The four rows of the SRE Workbook scaled to ``window_s``, in whole seconds (a short window may come out as 0).
+
+    For 30 days they are 1h/5m, 6h/30m, 1d/2h and 3d/6h; the burn factors 14.4, 6, 3 and 1 hold for every window.
+    """
+    return tuple(
+        PageEntry.model_construct(long=float(window_s * long // 1), short=float(window_s * short // 1), budget=budget)
+        for long, short, budget in PAGE_ROWS
+    )
+
+
+def _default_alerts(data: dict[str, Any]) -> Alerts:
+    objective = data.get("objective")
+    return Alerts.model_construct(page=default_page(objective.window) if objective else ())
+
+
+class Policy(_Section):
+    """The policy of one pool."""
+
+    version: Literal["lenity/v1"]
+    pool: Name
+    objective: Objective
+    leniency: Leniency = Leniency()
+    evidence: Evidence = Evidence()
+    block: Block = Block()
+    pull_back: PullBack = PullBack()
+    alerts: Alerts = Field(default_factory=_default_alerts)
+    classes: Annotated[dict[Name, ClassOverride], Field(max_length=MAX_CLASSES)] = {}
+
+    def for_class(self, name: str) -> ClassPolicy:
+        """What holds for one traffic class; a class that the document does not name gets the policy's values."""
+        override = self.classes.get(name)
+        values = {field: self._value(field, override) for field in KEYS}
+        values["page"] = tuple(PageRule(e.long, e.short, e.budget) for e in values["page"])
+        return ClassPolicy(pool=self.pool, traffic_class=name, **values)
+
+    def document(self) -> dict[str, Any]:
+        """The canonical document: every default written out, durations with units; parses back to an equal policy.
+
+        Alerts that were generated from the window are left out, so that they stay tied to it.
+        """
+        data = self.model_dump(mode="json", exclude_none=True)
+        if "alerts" not in self.model_fields_set:
+            del data["alerts"]
+        for override in data["classes"].values():
+            for section in ("block", "pull_back"):
+                if not override[section]:
+                    del override[section]
+        return data
+
+    def _value(self, field: str, override: ClassOverride | None) -> Any:
+        top, own = KEYS[field]
+        if override is not None:
+            value = _dig(override, own)
+            if value is not None:
+                return value
+            if field == "page" and override.window is not None and "alerts" not in self.model_fields_set:
+                return default_page(override.window)
+        return _dig(self, top)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        faults: list[tuple[tuple[Path, ...], str]] = []
+        if "default" in self.classes:
+            faults.append(((("classes", "default"),), "the default class is the policy itself; write its values above"))
+        common = list(_conflicts(self.for_class("default")))
+        faults += [(tuple(tuple(KEYS[f][0].split(".")) for f in about), message) for about, message in common]
+        for name, override in self.classes.items():
+            for about, message in _conflicts(self.for_class(name)):
+                if (about, message) not in common:
+                    own = [KEYS[f][1] for f in about if _dig(override, KEYS[f][1]) is not None]
+                    paths = [("classes", name, *key.split(".")) for key in own]
+                    faults.append(((*paths, ("classes", name)), message))
+        if faults:
+            raise PydanticCustomError("conflict", "{first}", {"first": faults[0][1], "faults": tuple(faults)})
+        return self
+
+
+def _dig(section: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        section = None if section is None else getattr(section, part)
+    return section
+
+
+def _conflicts(c: ClassPolicy) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What does not fit together in ``c``: the fields concerned, the one to change first, and what is wrong."""
+    say = format_duration
+    if c.stop >= c.start:
+        yield ("stop", "start"), f"must be below pull_back.start ({c.stop:g} is not below {c.start:g})"
+    if c.fork_warm > c.fork_cold:
+        yield ("fork_warm", "fork_cold"), f"must not exceed fork_cold ({c.fork_warm:g} > {c.fork_cold:g})"
+    if c.label_deadline_s >= c.window_s:
+        yield (
+            ("label_deadline_s", "window_s"),
+            f"must be shorter than the window ({say(c.label_deadline_s)} is not below {say(c.window_s)})",
+        )
+    if c.cooldown_s > c.window_s:
+        yield (
+            ("cooldown_s", "window_s"),
+            f"must not be longer than the window ({say(c.cooldown_s)} > {say(c.window_s)})",
+        )
+    if len(set(c.rules)) < len(c.rules):
+        yield ("rules",), "names a rule twice"
+    if any(rule.long_s < 1 or rule.short_s < 1 for rule in c.page):
+        yield (
+            ("page", "window_s"),
+            f"a page window of less than 1s comes out for a window of {say(c.window_s)}: "
+            "write alerts.page with windows that fit (or page: [] for none)",
+        )
+        return
+    for rule in c.page:
+        yield from ((("page", "max_loss", "window_s"), message) for message in _page_conflicts(c, rule))
+
+
+def _page_conflicts(c: ClassPolicy, rule: PageRule) -> Iterator[str]:
+    say, factor = format_duration, rule.factor(c.window_s)
+    if rule.short_s >= rule.long_s:
+        yield f"short ({say(rule.short_s)}) must be shorter than long ({say(rule.long_s)})"
+    elif rule.long_s > c.window_s:
+        yield f"long ({say(rule.long_s)}) must not be longer than the window ({say(c.window_s)})"
+    elif factor < 1:
+        yield (
+            f"budget {rule.share:.4g} over {say(rule.long_s)} is a burn rate of {factor:.3g}: below 1 it pages while "
+            "spending on plan; raise budget or shorten long"
+        )
+    elif c.max_loss > 0 and factor >= c.highest_burn:
+        yield (
+            f"budget {rule.share:.4g} over {say(rule.long_s)} is a burn rate of {factor:.3g}, but with max_loss "
+            f"{c.max_loss:g} no traffic can burn faster than {c.highest_burn:.3g}: it would never page; lower budget"
+        )
+
+
+assert set(KEYS) == {f.name for f in fields(ClassPolicy)} - {"pool", "traffic_class"}

@@ -1,1 +1,1 @@
-"""The bundled pair, its tasks and its traffic."""
+"""The bundled model pair, its tasks, and how both were made and measured."""

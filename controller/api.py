@@ -103,6 +103,17 @@ RowLimit = Annotated[int, Query(ge=1, le=MAX_ROWS, description="at most so many 
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "no such pool or class"}}
 
 
+async def subscription(request: Request) -> AsyncIterator[Subscription]:
+    """A place on the board for as long as the request lasts; too many of them are refused."""
+    board: Board = request.app.state.board
+    try:
+        stream = board.subscribe()
+    except BoardFull as e:
+        raise HTTPException(503, f"{e}; poll /v1/pools instead", headers={"Retry-After": "10"}) from None
+    with stream:
+        yield stream
+
+
 def create_app(
     board: Board,
     history: HistoryReader,
@@ -118,6 +129,7 @@ def create_app(
     two intervals.
     """
     app = FastAPI(title="Lenity controller", docs_url=None, redoc_url=None)
+    app.state.board = board
     app.add_middleware(SecurityHeaders)
     app.mount("/static", StaticFiles(directory=DASHBOARD), name="static")
     app.add_exception_handler(StorageError, no_history)
@@ -135,14 +147,6 @@ def create_app(
         names = [c.traffic_class for c in view_of(pool).classes]
         if name is not None and name not in names:
             raise HTTPException(404, f"pool {pool!r} has no class {name!r}; there are: {', '.join(names) or 'none'}")
-
-    async def subscription() -> AsyncIterator[Subscription]:
-        try:
-            stream = board.subscribe()
-        except BoardFull as e:
-            raise HTTPException(503, f"{e}; poll /v1/pools instead", headers={"Retry-After": "10"}) from None
-        with stream:
-            yield stream
 
     @app.get("/v1/pools")
     async def pools() -> Pools:
@@ -183,7 +187,7 @@ def create_app(
         return [plain(row) for row in history.policy_revisions(pool, limit)]
 
     @app.get("/v1/events", response_class=EventSourceResponse)
-    async def events(stream: Subscription = Depends(subscription)) -> AsyncIterator[ServerSentEvent]:
+    async def events(stream: Annotated[Subscription, Depends(subscription)]) -> AsyncIterator[ServerSentEvent]:
         """Each pool's view whenever it changes, as events named ``pool``."""
         yield ServerSentEvent(comment="lenity", retry=RECONNECT_MS)
         while (changed := await stream.next()) is not None:

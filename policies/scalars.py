@@ -44,13 +44,9 @@ def parse_number(value: Any) -> float:
     if isinstance(value, str) and looks_numeric(value):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PydanticCustomError(
-            "number", "must be a number such as 0.1 or 1e-3, not {shown}", {"shown": shown(value)}
-        )
-    if isinstance(value, int) and abs(value) > 1 << 53 or not math.isfinite(value):
-        raise PydanticCustomError(
-            "number", "must be a finite number of ordinary size, not {shown}", {"shown": shown(value)}
-        )
+        raise _fault("must be a number such as 0.1 or 1e-3", value)
+    if (isinstance(value, int) and abs(value) > 1 << 53) or not math.isfinite(value):
+        raise _fault("must be a finite number of ordinary size", value)
     return float(value)
 
 
@@ -58,7 +54,7 @@ def parse_count(value: Any) -> int:
     """A whole number from a number or its text; ``1e3`` is 1000, ``2.5`` is refused."""
     number = parse_number(value)
     if not number.is_integer() or abs(number) > 1 << 53:
-        raise PydanticCustomError("count", "must be a whole number, not {shown}", {"shown": shown(value)})
+        raise _fault("must be a whole number", value)
     return int(number)
 
 
@@ -72,20 +68,13 @@ def parse_share(value: Any) -> float:
 
 def parse_duration(value: Any) -> float:
     """Seconds from text with units, largest first, each at most once: ``28d``, ``15m``, ``1h30m``, ``0.5s``."""
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        or isinstance(value, str)
-        and looks_numeric(value)
-    ):
-        raise PydanticCustomError(
-            "duration", "needs a unit: write {value}s for seconds, or m, h, d", {"value": str(value)[:_MAX_TEXT]}
-        )
+    bare = looks_numeric(value) if isinstance(value, str) else type(value) in (int, float)
+    if bare:
+        text = str(value)[:_MAX_TEXT]
+        raise PydanticCustomError("unit", "needs a unit: write {text}s for seconds, or m, h, d", {"text": text})
     match = _DURATION.match(value) if isinstance(value, str) and 0 < len(value) <= _MAX_TEXT else None
     if match is None:
-        raise PydanticCustomError(
-            "duration", "must be a duration such as 28d, 15m, 90s or 1h30m, not {shown}", {"shown": shown(value)}
-        )
+        raise _fault("must be a duration such as 28d, 15m, 90s or 1h30m", value)
     seconds = math.fsum(float(n) * unit for n, unit in zip(match.groups(), _UNITS.values(), strict=True) if n)
     return round(seconds, 9)
 
@@ -104,6 +93,10 @@ def format_duration(seconds: float) -> str:
         if text != "0" or not parts:
             parts.append(f"{text}s")
     return "".join(parts)
+
+
+def _fault(expected: str, value: Any) -> PydanticCustomError:
+    return PydanticCustomError("scalar", "{expected}, not {shown}", {"expected": expected, "shown": shown(value)})
 
 
 Number = Annotated[float, BeforeValidator(parse_number)]

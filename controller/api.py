@@ -298,15 +298,28 @@ class SecurityHeaders:
         await self.app(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
-class ApiServer:
-    """The application in a thread of its own; open event streams do not hold up `stop`."""
+class BoardServer(uvicorn.Server):
+    """A uvicorn server whose event streams do not hold up its shutdown: the board ends them first."""
 
-    def __init__(self, app: ASGIApp, board: Board, *, host: str = "127.0.0.1", port: int = 8321) -> None:
-        self._board, self._host, self._port = board, host, port
+    def __init__(self, config: uvicorn.Config, board: Board) -> None:
+        super().__init__(config)
+        self._board = board
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams, finish open requests, close."""
+        self._board.close()
+        await super().shutdown(sockets)
+
+
+class ApiServer:
+    """The application in a thread of its own."""
+
+    def __init__(self, app: ASGIApp, board: Board, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host, self._port = host, port
         config = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=3
         )
-        self._server = uvicorn.Server(config)
+        self._server = BoardServer(config, board)
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -322,12 +335,10 @@ class ApiServer:
         return f"http://[{host}]:{port}" if family == socket.AF_INET6 else f"http://{host}:{port}"
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """End the event streams, finish open requests, and stop; False when the thread outlived ``timeout``."""
-        self._board.close()
+        """End the event streams, finish open requests and stop; False when the thread outlived ``timeout`` seconds."""
         self._server.should_exit = True
-        if self._thread is None:
+        if self._thread is None or self._socket is None:
             return True
         self._thread.join(timeout)
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
         return not self._thread.is_alive()

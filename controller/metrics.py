@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from controller.view import ARMS, STATES, ClassView, PoolView
+from controller.view import ARMS, STATES, Board, ClassView, PoolView
 
 MAX_CLASSES = 64
 MAX_NAMES = 32
@@ -46,9 +46,12 @@ class Family:
 
 
 class ControllerMetrics(Collector):
-    """The controller's metrics in ``registry``; `update` is called once per tick and pool, from any thread."""
+    """The controller's metrics in ``registry``, following every view published on ``board``.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Without a board, `update` is called once per tick and pool, from any thread.
+    """
+
+    def __init__(self, registry: CollectorRegistry, board: Board | None = None) -> None:
         self._lock = threading.Lock()
         self._views: dict[str, PoolView] = {}
         self._ticks = Counter("lenity_ticks", "Ticks of the control loop.", ["pool"], registry=registry)
@@ -56,6 +59,8 @@ class ControllerMetrics(Collector):
             "lenity_tick_seconds", "Time that a tick took.", ["pool"], buckets=TICK_BUCKETS, registry=registry
         )
         registry.register(self)
+        if board is not None:
+            board.listen(self.update)
 
     def update(self, view: PoolView) -> None:
         """Count one tick and show ``view`` from now on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 STATES = (
@@ -119,16 +119,25 @@ class Board:
         self._lock = threading.Lock()
         self._views: dict[str, PoolView] = {}
         self._subscriptions: set[Subscription] = set()
+        self._listeners: tuple[Callable[[PoolView], None], ...] = ()
         self._max = max_subscriptions
         self._closed = False
 
     def publish(self, view: PoolView) -> None:
-        """Replace the view of ``view.pool`` and wake the event streams."""
+        """Replace the view of ``view.pool``, call the listeners, and wake the event streams."""
         with self._lock:
             self._views[view.pool] = view
             subscriptions = list(self._subscriptions)
+            listeners = self._listeners
+        for listener in listeners:
+            listener(view)
         for subscription in subscriptions:
             subscription._offer(view)
+
+    def listen(self, listener: Callable[[PoolView], None]) -> None:
+        """Call ``listener`` with every view from now on, in the publishing thread; it must be quick and not raise."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
 
     def pools(self) -> list[PoolView]:
         """The newest view of every pool, by name."""

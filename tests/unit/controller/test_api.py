@@ -360,6 +360,15 @@ def test_a_closed_board_ends_streams_that_open_later() -> None:
     assert asyncio.run(run()) is None
 
 
+def test_listeners_hear_every_view() -> None:
+    """The metrics count ticks, so they must not be coalesced as the streams are."""
+    board, heard = Board(), []
+    board.listen(heard.append)
+    for i in range(3):
+        board.publish(replace(POOL, time=NOW + i))
+    assert [v.time for v in heard] == [NOW, NOW + 1, NOW + 2]
+
+
 def test_the_board_survives_a_stream_whose_event_loop_has_ended() -> None:
     """Publishing never raises because a reader is gone, and the board counts its open streams."""
     board = Board(max_subscriptions=1)

@@ -1,0 +1,1 @@
+"""`lenity demo`: the whole loop in real processes on the bundled pair, in minutes."""

@@ -1,221 +1,219 @@
-"""Token-by-token simulation of lenient speculative decoding, many problems at a time, and the figures of the card.
+"""Measures the bundled pair and writes its card: ``python -m decoder.demo.measure`` (one thread, about 20 minutes).
 
-At every position the draft proposes ``x ~ q``. It is accepted when ``u <= A(x)``, where the rule's ``A >= A0`` and
-``A0 = min(1, p/q)`` is the lossless rule. On rejection the token is drawn from the residual ``(p - q)+``.
-The random numbers belong to (problem, position), so all settings see the same ones: a request that is never touched
-(no ``u`` in ``(A0, A]``) gets exactly its lossless text, and losses are paired differences. With a holdback a request
-takes the lossless outcome at its first touch with that probability, and stays lossless from there on.
-
-The worker's own code is not used here, only the rules: each is a check of the other. Every position is examined,
-there are no rounds and no bonus tokens, so acceptance is the mean over positions, weighted by emitted tokens.
+Knobs are chosen on one set of problems and judged on another that nothing looked at before. All runs of one domain and
+temperature are coupled (`decoder.demo.simulation`), so losses and gains are paired differences. Intervals are 95%:
+Wilson for shares, normal for paired means and for ratios of sums (linearised).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import argparse
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from transformers import DynamicCache
+from rich.console import Console
+from rich.progress import Progress
 
-from decoder.demo.pair import CACHE_ARGUMENT, EOS, PAD, Pair, prompt_ids
+from decoder.demo.card import CARD, README, card_text, facts, readme
+from decoder.demo.disagreements import disagreements
+from decoder.demo.pair import Pair, load_pair
 from decoder.demo.problems import Domain
-from decoder.demo.tasks import Problem, make_problem, score_exact, score_strict
-from policies.rules import Scalars, accept_prob, get_rule, lossless_accept
+from decoder.demo.simulation import FULL, LOSSLESS, Floats, Run, Setting, decode, fresh_problems
+from decoder.demo.tasks import HOUSE_STYLE_SHARE
 
-LONGEST = 200  # tokens of a solution; the longest in the hard domain have about 130
+SELECT_SEED, SELECT_N = 314159, 500
+FRESH_SEED, FRESH_N = 271828, 2000
+MAX_LOSS = 0.01  # "one point"
+SELECT_LOSS = 0.005  # what a knob may lose where it is chosen: half a point, as a margin for choosing
+TIE = 0.005  # gains this close are the same; the smaller loss decides
 
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+# Rules that compare q with something are left out: the card wants one good knob, not the frontier (that is in bench/).
+CANDIDATES = [
+    *(Setting("token_v3", t) for t in (0.7, 0.8, 0.85, 0.9, 0.95)),
+    *(Setting("token_v2", t) for t in (0.2, 0.3)),
+    *(Setting("threshold", t) for t in (0.7, 0.8, 0.85, 0.9)),
+    *(Setting("lenience", t) for t in (0.5, 0.7, 0.8)),
+    Setting("forgive", 0.05),
+]
+# At temperature 0 both distributions are one-hot, and these two rules do nothing below theta = 1.
+NEEDS_TEMPERATURE = ("threshold", "lenience")
+# Measured on the fresh problems whatever is chosen: the comparison that the choice of a default rule rests on.
+COMPARED = [Setting("token_v3", 0.8), Setting("threshold", 0.8), Setting("forgive", 0.05)]
 
-
-class Setting(NamedTuple):
-    """A rule of `policies.rules.RULES` with its knob ``theta`` and mixing weight ``rho``, both in [0, 1]."""
-
-    rule: str
-    theta: float
-    rho: float = 1.0
-
-
-LOSSLESS = Setting("lossless", 0.0)
-FULL = Setting("threshold", 1.0)  # every rule accepts everything at its end; the text is the draft's own
+Z = 1.959964  # two-sided 95%
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one setting did; arrays have one entry per problem, in the order the problems were given.
+class Estimate:
+    """A value with its 95% interval."""
 
-    ``accepted``, ``drift`` and ``overlap`` are sums over the positions of a request: the expected acceptance
-    ``E_q[A]``, the expected touches ``E_q[A - A0]``, and ``sum min(p, q)``.
-    """
+    value: float
+    low: float
+    high: float
 
-    texts: list[str]
-    exact: Floats
-    strict: Floats
-    touches: NDArray[np.int64]
-    held: Flags
-    tokens: NDArray[np.int64]
-    accepted: Floats
-    drift: Floats
-    overlap: Floats
-
-    @property
-    def touched(self) -> Flags:
-        return self.touches > 0
-
-    @property
-    def acceptance(self) -> float:
-        """Mean acceptance probability of a position, in [0, 1]."""
-        return float(self.accepted.sum() / self.tokens.sum())
+    def json(self) -> list[float]:
+        return [round(x, 4) for x in (self.value, self.low, self.high)]
 
 
-def fresh_problems(seed: int, n: int, domain: Domain) -> list[Problem]:
-    """``n`` problems of a domain, ordered by length so that batches need little padding."""
-    rng = random.Random(seed)
-    return sorted((make_problem(rng, domain) for _ in range(n)), key=lambda p: len(p.prompt))
+def share(hits: Floats) -> Estimate:
+    """Share of ones, with the Wilson interval."""
+    n, k = len(hits), float(hits.sum())
+    centre, half = (k + Z**2 / 2) / (n + Z**2), Z / (n + Z**2) * np.sqrt(k * (n - k) / n + Z**2 / 4)
+    return Estimate(k / n, float(centre - half), float(centre + half))
 
 
-def distributions(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Softmax over the last axis at ``temperature``; one-hot on the argmax at temperature 0."""
-    if temperature > 0:
-        return (logits.float() / temperature).softmax(-1)
-    return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+def paired(differences: Floats) -> Estimate:
+    """Mean of paired differences, with the normal interval."""
+    mean, half = differences.mean(), Z * differences.std(ddof=1) / np.sqrt(len(differences))
+    return Estimate(float(mean), float(mean - half), float(mean + half))
 
 
-def position_scalars(p: torch.Tensor, q: torch.Tensor, p_raw: torch.Tensor, q_raw: torch.Tensor) -> Scalars:
-    """The scalars of every token of the vocabulary at once: (rows, vocabulary) arrays, the maxima and TV (rows, 1)."""
-    tv = (p - q).clamp_min(0).sum(-1, keepdim=True)
-    return Scalars(p, q, p_raw, q_raw, p_raw.amax(-1, keepdim=True), q_raw.amax(-1, keepdim=True), tv)
+def ratio(run: Run, minus: Run | None = None) -> Estimate:
+    """Acceptance of a run (accepted over tokens), or its difference to another run over the same problems."""
+    value, influence = _ratio(run)
+    if minus is not None:
+        other, subtract = _ratio(minus)
+        value, influence = value - other, influence - subtract
+    half = Z * influence.std(ddof=1) / np.sqrt(len(influence))
+    return Estimate(value, float(value - half), float(value + half))
 
 
-def inverse_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """One draw per row from unnormalised weights, made from the given uniform numbers in [0, 1)."""
-    cdf = weights.double().cumsum(-1)
-    return torch.searchsorted(cdf, (u.double() * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(cdf.shape[1] - 1)
+def _ratio(run: Run) -> tuple[float, Floats]:
+    """The ratio of sums, and each problem's influence on it."""
+    influence = (run.accepted - run.acceptance * run.tokens) / run.tokens.mean()
+    return run.acceptance, np.asarray(influence, dtype=np.float64)
 
 
-def decode(
-    pair: Pair,
-    problems: Sequence[Problem],
-    setting: Setting = LOSSLESS,
-    *,
-    temperature: float = 1.0,
-    holdback: float = 0.0,
-    seed: int = 5,
-    batch: int = 250,
-) -> Run:
-    """Decode all problems at one setting.
-
-    The uniform numbers are a function of ``seed``, the problem's place in ``problems`` and the position, so runs over
-    the same problems with the same seed are coupled whatever their setting. ``batch`` changes speed only.
-    """
-    n = len(problems)
-    generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(3, n, LONGEST, generator=generator)
-    hold = torch.rand(n, generator=generator) < holdback
-    parts = []
-    for start in range(0, n, batch):
-        rows = slice(start, min(start + batch, n))
-        parts.append(_decode_batch(pair, problems[rows], setting, temperature, uniforms[:, rows], hold[rows]))
-    tokens, touches, held, sums = (list(column) for column in zip(*parts, strict=True))
-    texts = [pair.tokenizer.decode([t for t in ids if t != EOS]) for part in tokens for ids in part]
-    accepted, drift, overlap = np.concatenate(sums, axis=1)
-    graded = list(zip(texts, problems, strict=True))
-    return Run(
-        texts=texts,
-        exact=np.array([score_exact(text, p.answer) for text, p in graded]),
-        strict=np.array([score_strict(text, p.answer) for text, p in graded]),
-        touches=np.concatenate(touches),
-        held=np.concatenate(held),
-        tokens=np.array([len(ids) for part in tokens for ids in part]),
-        accepted=accepted,
-        drift=drift,
-        overlap=overlap,
-    )
+def figures_of(run: Run, base: Run) -> dict[str, Any]:
+    """The figures of one run against the lossless run over the same problems; estimates as [value, low, high]."""
+    same = all(a == b for a, b, touched in zip(run.texts, base.texts, run.touched, strict=True) if not touched)
+    loss = paired(base.exact - run.exact)
+    if not same or loss.value > run.touched.mean() + 1e-9:
+        raise RuntimeError("the coupling is broken: an untouched request differs from its lossless text")
+    return {
+        "exact": share(run.exact).json(),
+        "strict": share(run.strict).json(),
+        "acceptance": ratio(run).json(),
+        "gain": ratio(run, base).json(),
+        "loss": loss.json(),
+        "strict_loss": paired(base.strict - run.strict).json(),
+        "touched": round(float(run.touched.mean()), 4),
+        "touches_per_request": round(float(run.touches.mean()), 4),
+        "tokens_per_request": round(float(run.tokens.mean()), 2),
+    }
 
 
-@torch.inference_mode()
-def _decode_batch(  # noqa: PLR0917 (all six vary together)
-    pair: Pair,
-    problems: Sequence[Problem],
-    setting: Setting,
-    temperature: float,
-    uniforms: torch.Tensor,  # (3: draft, accept, residual; rows; positions)
-    hold: torch.Tensor,  # (rows,): would this request be held back at its first touch?
-) -> tuple[list[list[int]], NDArray[np.int64], Flags, Floats]:
-    n = len(problems)
-    rule = get_rule(setting.rule)
-    tokens: list[list[int]] = [[] for _ in range(n)]
-    touches = torch.zeros(n, dtype=torch.long)
-    held = torch.zeros(n, dtype=torch.bool)
-    sums = torch.zeros(3, n, dtype=torch.float64)
-    live = torch.arange(n)  # the problem of each row that has not ended
-    stream = _Stream(pair, problems)
-    for t in range(LONGEST):
-        logits = stream.logits()
-        p_raw, q_raw = (distributions(x, 1.0) for x in logits)
-        p, q = (p_raw, q_raw) if temperature == 1 else (distributions(x, temperature) for x in logits)
-        u_draft, u_accept, u_residual = uniforms[:, live, t]
-        x = inverse_cdf(q, u_draft)
-        scalars = position_scalars(p, q, p_raw, q_raw)
-        lossless = lossless_accept(scalars)
-        lenient = accept_prob(rule, scalars, setting.theta, setting.rho)
-        lenient = torch.where(held[live, None], lossless, lenient)
-        for row, value in enumerate((q * lenient, q * (lenient - lossless), torch.minimum(p, q))):
-            sums[row, live] += value.sum(-1).double()
-        a0, a = (table.gather(1, x[:, None])[:, 0] for table in (lossless, lenient))
-        touch = (u_accept > a0) & (u_accept <= a)
-        held[live] |= touch & (touches[live] == 0) & hold[live]
-        touches[live] += touch.long()
-        residual = (p - q).clamp_min(0)
-        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-        y = torch.where(u_accept <= torch.where(held[live], a0, a), x, inverse_cdf(residual, u_residual))
-        for i, token in zip(live.tolist(), y.tolist(), strict=True):
-            tokens[i].append(token)
-        live = live[stream.advance(y)]
-        if len(live) == 0:
-            break
-    return tokens, touches.numpy(), held.numpy(), sums.numpy()
+def choose(rows: list[dict[str, Any]]) -> Setting:
+    """Among settings that lose at most `SELECT_LOSS`, the largest gain; within `TIE` of it, the smallest loss."""
+    allowed = [row for row in rows if row["loss"][0] <= SELECT_LOSS]
+    best = max(row["gain"][0] for row in allowed)
+    row = min((row for row in allowed if row["gain"][0] >= best - TIE), key=lambda row: row["loss"][0])
+    return Setting(row["rule"], row["theta"], row["rho"])
 
 
-class _Stream:
-    """Both models over the same left-padded batch: the next logits, then one token per row; ended rows are dropped."""
+class Bench:
+    """Runs settings over fixed problems, coupled, and reports as it goes."""
 
-    def __init__(self, pair: Pair, problems: Sequence[Problem]) -> None:
-        ids = [prompt_ids(pair.tokenizer, problem.prompt) for problem in problems]
-        width = max(map(len, ids))
-        self.models: tuple[Any, Any] = (pair.target, pair.draft)
-        self.caches = (DynamicCache(), DynamicCache())
-        self.step = torch.tensor([[PAD] * (width - len(row)) + row for row in ids])
-        self.mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
-        self.position = (self.mask.cumsum(-1) - 1).clamp_min(0)
+    def __init__(self, pair: Pair, console: Console, progress: Progress) -> None:
+        self.pair, self.console, self.progress = pair, console, progress
 
-    def logits(self) -> list[torch.Tensor]:
-        """The target's and the draft's logits of the next token, each (rows, vocabulary)."""
-        out = []
-        for model, cache in zip(self.models, self.caches, strict=True):
-            answer = model(
-                self.step,
-                attention_mask=self.mask,
-                position_ids=self.position,
-                use_cache=True,
-                logits_to_keep=1,
-                **{CACHE_ARGUMENT: cache},
+    def rows(
+        self, domain: Domain, temperature: float, settings: list[Setting], *, seed: int, n: int
+    ) -> list[dict[str, Any]]:
+        """One row of figures for the lossless rule and for each setting, over ``n`` problems drawn from ``seed``."""
+        problems = fresh_problems(seed, n, domain)
+        task = self.progress.add_task(f"{domain}, temperature {temperature:g}, {n} problems", total=len(settings) + 1)
+        out: list[dict[str, Any]] = []
+        base: Run | None = None
+        for setting in [LOSSLESS, *settings]:
+            run = decode(self.pair, problems, setting, temperature=temperature)
+            base = base or run
+            row = {"domain": domain, "temperature": temperature, **setting._asdict(), **figures_of(run, base)}
+            out.append(row)
+            self.progress.advance(task)
+            self.console.print(
+                f"{domain} T={temperature:g} n={n} {setting.rule} {setting.theta:g}: exact {row['exact'][0]:.3f}, "
+                f"strict {row['strict'][0]:.3f}, acceptance {row['acceptance'][0]:.3f}, loss {row['loss']}",
+                soft_wrap=True,
             )
-            out.append(answer.logits[:, -1])
         return out
 
-    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append one token per row; returns the rows that go on (those that did not end), the only ones kept."""
-        keep = (tokens != EOS).nonzero()[:, 0]
-        if 0 < len(keep) < len(tokens):
-            for cache in self.caches:
-                cache.batch_select_indices(keep)
-        self.step = tokens[keep, None]
-        self.position = self.position[keep, -1:] + 1
-        self.mask = torch.cat([self.mask[keep], torch.ones(len(keep), 1, dtype=torch.long)], 1)
-        return keep
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Choose the knobs, then measure them on fresh problems; everything of the card that needs the models to run."""
+    selection, fresh, chosen = [], [], {}
+    for temperature in (1.0, 0.0):
+        candidates = [s for s in CANDIDATES if temperature > 0 or s.rule not in NEEDS_TEMPERATURE]
+        rows = bench.rows("easy", temperature, candidates, seed=SELECT_SEED, n=SELECT_N)
+        chosen[temperature] = choose(rows)
+        selection += rows
+    for domain in ("easy", "hard"):
+        for temperature in (1.0, 0.0):
+            settings = [chosen[temperature], FULL]
+            if (domain, temperature) == ("easy", 1.0):
+                settings += [s for s in COMPARED if s not in settings]
+            fresh += bench.rows(domain, temperature, settings, seed=FRESH_SEED, n=FRESH_N)
+
+    def row(domain: str, temperature: float, setting: Setting) -> dict[str, Any]:
+        key = (domain, temperature, *setting)
+        return next(r for r in fresh if (r["domain"], r["temperature"], r["rule"], r["theta"], r["rho"]) == key)
+
+    estimates = {
+        "target_em_greedy": row("easy", 0.0, LOSSLESS)["exact"],
+        "target_em_t1": row("easy", 1.0, LOSSLESS)["exact"],
+        "draft_em_greedy": row("easy", 0.0, FULL)["exact"],
+        "draft_em_t1": row("easy", 1.0, FULL)["exact"],
+        "acceptance_t1": row("easy", 1.0, LOSSLESS)["acceptance"],
+        "gain_at_1_point": row("easy", 1.0, chosen[1.0])["gain"],
+        "loss_at_1_point": row("easy", 1.0, chosen[1.0])["loss"],
+        "gain_at_1_point_greedy": row("easy", 0.0, chosen[0.0])["gain"],
+        "loss_at_1_point_greedy": row("easy", 0.0, chosen[0.0])["loss"],
+        "full_leniency_loss": row("easy", 1.0, FULL)["loss"],
+        "strict_em_t1": row("easy", 1.0, LOSSLESS)["strict"],
+        "strict_em_token_v3_08": row("easy", 1.0, Setting("token_v3", 0.8))["strict"],
+        "hard_target_em_greedy": row("hard", 0.0, LOSSLESS)["exact"],
+        "hard_target_em_t1": row("hard", 1.0, LOSSLESS)["exact"],
+        "hard_draft_em_t1": row("hard", 1.0, FULL)["exact"],
+        "hard_acceptance_t1": row("hard", 1.0, LOSSLESS)["acceptance"],
+        "hard_gain_at_1_point": row("hard", 1.0, chosen[1.0])["gain"],
+        "hard_loss_at_1_point": row("hard", 1.0, chosen[1.0])["loss"],
+    }
+    return {
+        **{name: value[0] for name, value in estimates.items()},
+        "intervals": {name: value[1:] for name, value in estimates.items()},
+        "setting_at_1_point": chosen[1.0]._asdict(),
+        "setting_at_1_point_greedy": chosen[0.0]._asdict(),
+        "house_style_share": HOUSE_STYLE_SHARE,
+        "measured_on": {
+            "problems": FRESH_N,
+            "seed": FRESH_SEED,
+            "knobs_chosen_on": SELECT_N,
+            "knobs_chosen_seed": SELECT_SEED,
+            "confidence": 0.95,
+        },
+        "disagreements": {domain: disagreements(bench.pair, domain) for domain in ("easy", "hard")},
+        "fresh": fresh,
+        "selection": selection,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--card", type=Path, default=CARD, help="where the card goes (JSON)")
+    parser.add_argument("--readme", type=Path, default=README, help="where the readable card goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    with Progress(console=console) as progress:
+        figures = measure(Bench(load_pair(), console, progress))
+    card = {**figures, **facts()}
+    args.card.write_text(card_text(card))
+    args.readme.write_text(readme(card))
+    console.print(f"wrote {args.card} and {args.readme}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Paired forks become evidence in the order of their touches, whatever order their labels come in.
+
+A touched request whose fork was drawn waits here until both branches are scored. Evidence leaves in order of first
+touch: an unresolved head holds back what came after it, so that quick labels cannot overtake slow ones and make the
+evidence look better than the traffic. A fork that never ran, or whose scores are missing `deadline_s` after the request
+arrived, leaves with the worst difference, +1. Everything is bounded: beyond the caps the oldest fork is settled at its
+worst, the oldest early score is forgotten (which its fork's deadline turns into the worst case again).
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from storage.records import ForkRecord, QualityScore, RequestRecord
+
+MAX_PENDING = 20_000
+MAX_EARLY = 4_096
+MAX_SEEN = 8_192
+_DELAY_MEMORY = 0.05  # weight of a new label in the mean delay
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One settled fork: score difference ``z`` (lossless - lenient) in [-1, 1] and the lenient branch's touches.
+
+    ``labelled`` is False when ``z`` is the worst case. ``epoch`` and ``level`` say which lease served it, ``arrived``
+    when its record came (its slice of the budget), ``touched_at`` when it was touched, both on the controller's clock.
+    """
+
+    z: float
+    touches: int
+    labelled: bool
+    epoch: int
+    level: int
+    arrived: float
+    touched_at: float
+
+
+@dataclass
+class _Pending:
+    lenient_served: bool
+    touches: int
+    epoch: int
+    level: int
+    arrived: float
+    touched_at: float
+    fork: int | None = None  # touches of the finished fork; -1: it never ran
+    scores: dict[str, tuple[str, float]] = field(default_factory=dict)  # branch -> (scorer version, score)
+    resolved_at: float | None = None
+
+    def ready(self) -> bool:
+        """Nothing more to wait for: it never ran, or both branches are scored by one scorer version."""
+        if self.fork == -1:
+            return True
+        known_touches = self.lenient_served or self.fork is not None
+        versions = {version for version, _ in self.scores.values()}
+        return known_touches and len(self.scores) == 2 and len(versions) == 1
+
+    def settle(self) -> Evidence:
+        """The evidence as it stands: paired if both scores are there, the worst case if not."""
+        touches = self.touches if self.lenient_served else max(self.fork or 0, self.touches)
+        labelled = self.ready() and self.fork != -1
+        z = 1.0
+        if labelled:
+            served, fork = self.scores["served"][1], self.scores["fork"][1]
+            z = fork - served if self.lenient_served else served - fork
+        return Evidence(z, max(1, touches), labelled, self.epoch, self.level, self.arrived, self.touched_at)
+
+
+class EvidenceBuffer:
+    """Joins requests, forks and scores by request id, and releases settled forks in order of first touch."""
+
+    def __init__(self, deadline_s: float):
+        self.deadline_s = deadline_s
+        self.label_delay_s: float | None = None  # touch to both scores, mean of labelled forks
+        self.delay_s: float | None = None  # touch to evidence, mean of released forks
+        self.set_aside = self.unknown = self.forced = 0  # repeated or late; forgotten early ones; settled by the cap
+        self._pending: dict[str, _Pending] = {}
+        self._order: list[tuple[float, float, str]] = []  # heap: touched_at, arrived, id
+        self._early: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._seen: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add_request(self, record: RequestRecord, epoch: int, level: int, now: float) -> bool:
+        """Take in a request record, once; False for a duplicate. Only drawn forks of touched requests wait here."""
+        key = record.request_id
+        if key in self._seen:
+            self.set_aside += 1
+            return False
+        self._seen[key] = None
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        early = self._early.pop(key, None)
+        if not record.fork_drawn or record.arm == "untouched":
+            return True
+        pending = _Pending(record.arm == "lenient", max(1, record.touches), epoch, level, now, _touched_at(record, now))
+        self._pending[key] = pending
+        heapq.heappush(self._order, (pending.touched_at, now, key))
+        if early:
+            pending.fork = early.get("fork")
+            pending.scores = early.get("scores", {})
+            self._resolve(pending, now)
+        return True
+
+    def add_fork(self, record: ForkRecord, now: float) -> None:
+        """Take in how a fork ended; the first report counts."""
+        touches = record.touches if record.done else -1
+        pending = self._pending.get(record.request_id)
+        if pending is None:
+            self._keep_early(record.request_id).setdefault("fork", touches)
+        elif pending.fork is None:
+            pending.fork = touches
+            self._resolve(pending, now)
+        else:
+            self.set_aside += 1
+
+    def add_score(self, score: QualityScore, now: float) -> None:
+        """Take in one branch's score; the first of a scorer version counts, a newer version replaces an older one."""
+        version = f"{score.scorer}:{score.scorer_version}"
+        pending = self._pending.get(score.request_id)
+        scores = self._keep_early(score.request_id).setdefault("scores", {}) if pending is None else pending.scores
+        if score.branch in scores and scores[score.branch][0] == version:
+            self.set_aside += 1
+            return
+        if pending is not None and pending.resolved_at is not None:
+            self.set_aside += 1
+            return
+        scores[score.branch] = (version, score.score)
+        if pending is not None:
+            self._resolve(pending, now)
+
+    def release(self, now: float) -> Iterator[Evidence]:
+        """Settled forks from the head on, in order of first touch; stops at a head that may still be resolved."""
+        while self._order:
+            pending = self._pending[self._order[0][2]]
+            late = now >= pending.arrived + self.deadline_s
+            full = len(self._pending) > MAX_PENDING
+            if not (pending.resolved_at is not None or late or full):
+                return
+            self.forced += pending.resolved_at is None and full and not late
+            _, _, key = heapq.heappop(self._order)
+            del self._pending[key]
+            evidence = pending.settle()
+            self.delay_s = _mean(self.delay_s, now - pending.touched_at)
+            if evidence.labelled and pending.resolved_at is not None:
+                self.label_delay_s = _mean(self.label_delay_s, pending.resolved_at - pending.touched_at)
+            yield evidence
+
+    def overdue(self, now: float, after_s: float) -> int:
+        """Unresolved forks of requests that were served leniently, older than ``after_s`` since they arrived."""
+        return sum(
+            p.lenient_served and p.resolved_at is None and now - p.arrived > after_s for p in self._pending.values()
+        )
+
+    def _resolve(self, pending: _Pending, now: float) -> None:
+        if pending.resolved_at is None and pending.ready():
+            pending.resolved_at = now
+
+    def _keep_early(self, key: str) -> dict[str, Any]:
+        """What came before its request record; what comes after its fork was settled is not kept."""
+        if key in self._seen:
+            self.set_aside += 1
+            return {}
+        if key not in self._early and len(self._early) >= MAX_EARLY:
+            self._early.popitem(last=False)
+            self.unknown += 1
+        return self._early.setdefault(key, {})
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able state that continues exactly."""
+        return {
+            "label_delay_s": self.label_delay_s,
+            "delay_s": self.delay_s,
+            "counts": [self.set_aside, self.unknown, self.forced],
+            "pending": [[key, asdict(pending)] for key, pending in self._pending.items()],
+            "early": [[key, copy.deepcopy(value)] for key, value in self._early.items()],
+            "seen": list(self._seen),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], deadline_s: float) -> EvidenceBuffer:
+        """The buffer that `to_state` described."""
+        self = cls(deadline_s)
+        self.label_delay_s, self.delay_s = state["label_delay_s"], state["delay_s"]
+        self.set_aside, self.unknown, self.forced = state["counts"]
+        for key, values in state["pending"]:
+            self._pending[key] = _Pending(**(values | {"scores": _scores(values["scores"])}))
+        self._order = [(p.touched_at, p.arrived, key) for key, p in self._pending.items()]
+        heapq.heapify(self._order)
+        for key, early in state["early"]:
+            self._early[key] = early | ({"scores": _scores(early["scores"])} if "scores" in early else {})
+        self._seen = OrderedDict.fromkeys(state["seen"])
+        return self
+
+
+def _mean(mean: float | None, new: float) -> float:
+    new = max(0.0, new)
+    return new if mean is None else mean + _DELAY_MEMORY * (new - mean)
+
+
+def _scores(raw: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    return {branch: (str(version), float(score)) for branch, (version, score) in raw.items()}
+
+
+def _touched_at(record: RequestRecord, now: float) -> float:
+    """When the request was touched, on the controller's clock: only differences of the worker's clock are used."""
+    began = now - record.total_s
+    if record.first_touch_at is None:
+        return began
+    return min(now, max(began, began + record.first_touch_at - record.started))

@@ -103,7 +103,7 @@ class _Reader(yaml.SafeLoader):
             raise _Refused("tags such as !!str are not used in a policy; quote text instead", _line(event))
         self.depth += 1
         try:
-            return super().compose_node(parent, index)  # type: ignore[arg-type]
+            return super().compose_node(parent, index)
         finally:
             self.depth -= 1
 

@@ -216,7 +216,7 @@ class ClassPolicy:
     @property
     def highest_burn(self) -> float:
         """Burn against plan if every request lost everything; infinite where no loss is allowed."""
-        return 1 / self.planned_loss if self.planned_loss > 0 else float("inf")
+        return highest_burn(self.max_loss, self.start)
 
 
 # Field of ClassPolicy -> its key in the document -> its key under classes.NAME.
@@ -243,20 +243,31 @@ KEYS: dict[str, tuple[str, str]] = {
 }
 
 
-def default_page(window_s: float) -> tuple[PageEntry, ...]:
+def default_page(window_s: float, highest_burn: float = float("inf")) -> tuple[PageEntry, ...]:
     """The four rows of the SRE Workbook scaled to ``window_s``, in whole seconds (a short window may come out as 0).
 
-    For 30 days they are 1h/5m, 6h/30m, 1d/2h and 3d/6h; the burn factors 14.4, 6, 3 and 1 hold for every window.
+    For 30 days they are 1h/5m, 6h/30m, 1d/2h and 3d/6h; the burn factors 14.4, 6, 3 and 1 hold for every window. A row
+    that could never fire, since nothing can burn as fast as ``highest_burn``, is left out.
     """
     return tuple(
         PageEntry.model_construct(long=float(window_s * long // 1), short=float(window_s * short // 1), budget=budget)
         for long, short, budget in PAGE_ROWS
+        if budget / long < highest_burn
     )
 
 
 def _default_alerts(data: dict[str, Any]) -> Alerts:
-    objective = data.get("objective")
-    return Alerts.model_construct(page=default_page(objective.window) if objective else ())
+    objective, pull_back = data.get("objective"), data.get("pull_back")
+    if objective is None or pull_back is None:
+        return Alerts(page=())
+    burn = highest_burn(objective.max_loss, pull_back.start)
+    return Alerts.model_construct(page=default_page(objective.window, burn))
+
+
+def highest_burn(max_loss: float, start: float) -> float:
+    """Burn against the plan ``max_loss (1 - start)`` if every request lost everything; infinite where the plan is 0."""
+    planned = max_loss * (1 - start)
+    return 1 / planned if planned > 0 else float("inf")
 
 
 class Policy(_Section):
@@ -276,6 +287,8 @@ class Policy(_Section):
         """What holds for one traffic class; a class that the document does not name gets the policy's values."""
         override = self.classes.get(name)
         values = {field: self._value(field, override) for field in KEYS}
+        if "alerts" not in self.model_fields_set and (override is None or override.alerts is None):
+            values["page"] = default_page(values["window_s"], highest_burn(values["max_loss"], values["start"]))
         values["page"] = tuple(PageRule(e.long, e.short, e.budget) for e in values["page"])
         return ClassPolicy(pool=self.pool, traffic_class=name, **values)
 
@@ -299,8 +312,6 @@ class Policy(_Section):
             value = _dig(override, own)
             if value is not None:
                 return value
-            if field == "page" and override.window is not None and "alerts" not in self.model_fields_set:
-                return default_page(override.window)
         return _dig(self, top)
 
     @model_validator(mode="after")

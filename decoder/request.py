@@ -1,0 +1,146 @@
+"""What goes into the decoder and what comes out: knobs, requests, round traces, completions. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from decoder.sampling import SamplingParams
+from storage.records import Arm
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What a round may do: block length g >= 0, the accept rule with its knob theta and mixing weight rho in [0, 1].
+
+    ``holdback``, ``fork`` and ``label`` are probabilities of the coins at the first touch, ``explore`` that of drafting
+    one longer block. ``epoch`` and ``lease_seq`` say which lease this is (0, 0: none).
+    """
+
+    g: int
+    rule: str = "lossless"
+    theta: float = 0.0
+    rho: float = 1.0
+    holdback: float = 0.0
+    fork: float = 0.0
+    label: float = 0.0
+    explore: float = 0.0
+    epoch: int = 0
+    lease_seq: int = 0
+
+    @classmethod
+    def lossless(cls, g: int) -> Knobs:
+        """Exact speculative decoding with blocks of ``g``; plain decoding at g = 0."""
+        return cls(g=g, rho=0.0)
+
+    @property
+    def lenient(self) -> bool:
+        """Whether these knobs can accept anything that lossless decoding rejects."""
+        return self.rule != "lossless" and self.theta > 0 and self.rho > 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt (token ids, at least one) and how to continue it. ``pinned``: leniency is not allowed here."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    traffic_class: str = "default"
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """What one round saw. Seconds are wall time; what is neither drafting nor the target's pass is overhead.
+
+    ``width`` tokens were drafted and ``emitted`` come out. ``first`` marks a request's first round, whose passes read
+    the prompt too. The arrays have one entry per drafted position, examined or not: the scalars of
+    `policies.rules.Scalars`, the knob ``theta`` in force there (0 when lossless, pinned or in holdback), and flag bits
+    of `storage.records`. The touch that holdback turns into a rejection is EXAMINED and TOUCH but not ACCEPTED, and has
+    the knob under which it was one; theta is 0 from right after it.
+    """
+
+    request_id: str
+    traffic_class: str
+    knobs: Knobs
+    rows: int
+    width: int
+    emitted: int
+    first: bool
+    draft_s: float
+    verify_s: float
+    overhead_s: float
+    target_prob: FloatArray
+    draft_prob: FloatArray
+    target_prob_raw: FloatArray
+    draft_prob_raw: FloatArray
+    target_max_raw: FloatArray
+    draft_max_raw: FloatArray
+    tv: FloatArray
+    theta: FloatArray
+    flags: npt.NDArray[np.uint8]
+
+
+class Observer(Protocol):
+    """Something that watches rounds (telemetry); it must not block."""
+
+    def on_round(self, trace: RoundTrace, /) -> None: ...
+
+
+class ForkPoint(NamedTuple):
+    """The branch that was not served, right after the round of the first touch."""
+
+    arm: Arm  # of that branch: "lenient" or "holdback"
+    token_ids: list[int]  # its output up to here
+    touches: int  # of that branch up to here
+    knobs: Knobs
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. ``token_ids`` is the output, with its end token if it has one (finish reason "stop").
+
+    ``arm`` is internal: callers and judges never see it. ``touches`` counts those of the served text (1 in holdback).
+    The coin probabilities and ``knobs`` are those in force at the first touch, else of the first round. ``drafted``,
+    ``examined`` and ``accepted`` count draft tokens. Times are seconds; ``first_touch_at`` is Unix time.
+    """
+
+    request: Request
+    token_ids: list[int]
+    finish_reason: str
+    arm: Arm
+    touches: int
+    first_touch_at: float | None
+    fork_drawn: bool
+    label_drawn: bool
+    holdback_prob: float
+    fork_prob: float
+    label_prob: float
+    knobs: Knobs
+    target_passes: int
+    drafted: int
+    examined: int
+    accepted: int
+    first_token_s: float
+    total_s: float
+    fork_point: ForkPoint | None
+
+
+@dataclass(frozen=True)
+class ForkResult:
+    """The branch that was not served, complete: its whole output, and the touches of the lenient of the two branches.
+
+    ``target_passes`` and ``total_s`` are what this run cost, from the fork on.
+    """
+
+    token_ids: list[int]
+    touches: int
+    target_passes: int
+    total_s: float
+    finish_reason: str

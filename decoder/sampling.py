@@ -1,0 +1,101 @@
+"""From logits to the distributions that decoding works with, and draws from them by given uniforms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    ``temperature`` >= 0 (0 is greedy); ``top_k`` >= 0 (0 is off); ``top_p`` in (0, 1] (1 is off); ``max_tokens`` >= 1;
+    ``seed`` >= 0; ``logit_bias`` maps token ids to what is added to their logits of both models (minus infinity masks a
+    token: it never comes out). Raises ValueError that names the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 128
+    seed: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a finite number >= 0, not {self.temperature!r}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 is off), not {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p!r}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens!r}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, not {self.seed!r}")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or math.isnan(bias) or bias == math.inf:
+                raise ValueError(f"logit_bias of token {token!r} must be a number below infinity, not {bias!r}")
+
+
+def bias_tensor(params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """``params.logit_bias`` as a float32 tensor [V], or None if there is none; ValueError if it leaves no token."""
+    if not params.logit_bias:
+        return None
+    bias = torch.zeros(vocab_size)
+    for token, value in params.logit_bias.items():
+        if token >= vocab_size:
+            raise ValueError(f"logit_bias of token {token}: the vocabulary has {vocab_size} tokens")
+        bias[token] = value
+    if bool(torch.isneginf(bias).all()):
+        raise ValueError("logit_bias masks every token")
+    return bias.to(device)
+
+
+def process(logits: Tensor, params: SamplingParams, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Processed and raw distributions of ``logits`` [..., V], both float32 [..., V].
+
+    The first is what sampling draws from: after bias, temperature, top-k (ties with the k-th stay) and top-p, in this
+    order; one-hot at temperature 0 (the first of equal maxima). The second is taken at temperature 1 after the bias
+    only, so that it still means something when decoding greedily. The two are one tensor where they are equal. ``bias``
+    is `bias_tensor` of the same parameters, passed in so that it is made once.
+    """
+    logits = logits.float()
+    if bias is None:
+        bias = bias_tensor(params, logits.shape[-1], logits.device)
+    if bias is not None:
+        logits = logits + bias
+    raw = logits.softmax(-1)
+    if params.temperature == 0:
+        return torch.zeros_like(raw).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0), raw
+    if params.temperature == 1 and not params.top_k and params.top_p == 1:
+        return raw, raw
+    # Subtracting the maximum first keeps a tiny temperature finite.
+    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        kth = logits.topk(params.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    probs = logits.softmax(-1)
+    if params.top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        # A token goes when those before it already hold top_p; the first one always stays.
+        gone = ordered.cumsum(-1) - ordered >= params.top_p
+        gone[..., 0] = False
+        probs = probs.masked_fill(gone.scatter(-1, order, gone), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs, raw
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index per row from non-negative ``weights`` [..., V], by inversion of ``uniforms`` [...] in [0, 1).
+
+    Weights need not be normalised but must not be all zero. An index of weight 0 is never drawn. Returns int64 [...].
+    """
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    point = uniforms.to(torch.float64).unsqueeze(-1) * cdf[..., -1:]
+    return torch.searchsorted(cdf, point, right=True).squeeze(-1)

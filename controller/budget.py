@@ -9,6 +9,7 @@ Nothing is carried from one slice to another: a slice that gained quality is wor
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -229,8 +230,47 @@ class Ledger:
         """The ledger that `to_state` described."""
         self = cls(state["window_s"], state["k"], state["began"])
         for saved in state["slices"]:
-            cells = {(epoch, level): Cell(*counts) for epoch, level, *counts in saved["cells"]}
-            self.slices.append(Slice(*saved["head"], cells=cells))
+            self.slices.append(Slice(*saved["head"]))
+            for epoch, level, *counts in saved["cells"]:
+                self.slices[-1].cells[epoch, level] = Cell(*counts)
+        return self
+
+
+class LeaseBook:
+    """Which evidence epoch and level each lease belonged to; runs of equal ones are kept as one, at most ``cap`` runs."""
+
+    def __init__(self, cap: int = 4_096):
+        self.cap = cap
+        self._runs: list[tuple[int, int, int, int]] = []  # lease epoch, first seq, evidence epoch, level
+        self._last = (-1, -1)
+
+    def add(self, epoch: int, seq: int, evidence_epoch: int, level: int) -> None:
+        """Record a lease; leases come in order of (epoch, seq), an older one is ignored."""
+        if (epoch, seq) <= self._last:
+            return
+        self._last = (epoch, seq)
+        last = self._runs[-1] if self._runs else None
+        if last is None or (last[0], *last[2:]) != (epoch, evidence_epoch, level):
+            self._runs.append((epoch, seq, evidence_epoch, level))
+            del self._runs[: -self.cap]
+
+    def find(self, epoch: int, seq: int) -> tuple[int, int] | None:
+        """(evidence epoch, level) of a lease; None if it was never recorded or is forgotten."""
+        if (epoch, seq) > self._last:
+            return None
+        i = bisect_right(self._runs, (epoch, seq), key=lambda run: run[:2]) - 1
+        return self._runs[i][2:] if i >= 0 and self._runs[i][0] == epoch else None
+
+    def to_state(self) -> list[Any]:
+        """JSON-able state that continues exactly."""
+        return [list(self._last), [list(run) for run in self._runs]]
+
+    @classmethod
+    def from_state(cls, state: list[Any]) -> LeaseBook:
+        """The book that `to_state` described."""
+        self = cls()
+        self._last = (state[0][0], state[0][1])
+        self._runs = [(a, b, c, d) for a, b, c, d in state[1]]
         return self
 
 

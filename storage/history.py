@@ -1,0 +1,304 @@
+"""The history: what was observed and decided, in SQLite or PostgreSQL.
+
+One thread writes (the loop), any number read. A tick is saved in one transaction together with the state it led to and
+the stream position that state includes, and only while the writer's epoch is still the pool's newest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, case, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from storage import schema, summary, tables
+from storage.database import Database
+from storage.errors import LeaseRefused
+from storage.records import Decision, ForkRecord, Lease, QualityScore, RequestRecord
+from storage.schema import SchemaStatus
+from storage.tables import as_utc
+
+__all__ = ["Alert", "History", "Point", "SchemaStatus", "decision_of"]
+
+MAX_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the series of one class were at one tick (`time`: Unix seconds). Values that are not finite are not kept."""
+
+    pool: str
+    traffic_class: str
+    time: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alert that began (`firing`) or ended, at `time` in Unix seconds."""
+
+    pool: str
+    traffic_class: str
+    time: float
+    name: str
+    firing: bool
+    detail: str
+
+
+class History:
+    """Reads and writes of one database, `sqlite:///path` or `postgresql://...`; connects on first use.
+
+    Every method raises StorageError when the database is unreachable or refuses; nothing is half written then. Times
+    are given as Unix seconds or aware datetimes. Row counts of the readers are bounded by `limit` and 10,000.
+    """
+
+    def __init__(self, url: str):
+        self.database = Database(url)
+
+    # -- schema --------------------------------------------------------------------------------------------------------
+
+    def upgrade(self) -> SchemaStatus:
+        """Bring the schema up to date; returns where it stood. Raises SchemaTooNew. See `storage.schema.upgrade`."""
+        return schema.upgrade(self.database)
+
+    def schema_status(self) -> SchemaStatus:
+        """Which revision the database has, and whether that is this program's."""
+        return schema.schema_status(self.database)
+
+    def check_schema(self) -> None:
+        """Raise SchemaTooNew or StorageError unless the schema is this program's own."""
+        schema.check_schema(self.database)
+
+    def transaction(self, what: str = "transaction") -> AbstractContextManager[Connection]:
+        """A write transaction, for migrations and tools."""
+        return self.database.writing(what)
+
+    def close(self) -> None:
+        """Close the connections; the next use opens new ones."""
+        self.database.close()
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    def claim_epoch(self, pool: str, holder: str, now: float, *, at_least: int = 1) -> int:
+        """A new fencing epoch for `pool`, greater than any before and not below `at_least` (for when the database was
+        lost but leases of it are remembered). Writers of older epochs are refused from now on."""
+        table, floor = tables.epochs, max(1, at_least)
+        values = {"pool": pool, "epoch": floor, "holder": holder[:256], "claimed": now}
+        with self.database.writing(f"claim the epoch of {pool}") as connection:
+            insert = self._insert(table).values(values)
+            epoch = case((table.c.epoch >= floor, table.c.epoch + 1), else_=floor)
+            statement = insert.on_conflict_do_update(
+                index_elements=["pool"], set_={"epoch": epoch, "holder": values["holder"], "claimed": now}
+            )
+            return int(connection.execute(statement.returning(table.c.epoch)).scalar_one())
+
+    def current_epoch(self, pool: str) -> int | None:
+        """The newest epoch of `pool`, None before the first claim."""
+        with self.database.reading(f"read the epoch of {pool}") as connection:
+            return connection.execute(select(tables.epochs.c.epoch).where(tables.epochs.c.pool == pool)).scalar()
+
+    # -- one tick ------------------------------------------------------------------------------------------------------
+
+    def save_tick(
+        self,
+        pool: str,
+        epoch: int,
+        now: float,
+        *,
+        decisions: Sequence[Decision] = (),
+        requests: Sequence[RequestRecord] = (),
+        forks: Sequence[ForkRecord] = (),
+        scores: Sequence[QualityScore] = (),
+        points: Sequence[Point] = (),
+        alerts: Sequence[Alert] = (),
+        snapshot: Mapping[str, Any] | None = None,
+        last_id: str | None = None,
+    ) -> None:
+        """Save everything of one tick, or nothing. Saving the same things again changes nothing.
+
+        Args:
+            now: when the records were received, in Unix seconds.
+            snapshot: the state after this tick, JSON-able; None keeps the saved one.
+            last_id: the newest stream entry that `snapshot` includes; None when nothing was read since the last one.
+
+        Raises:
+            LeaseRefused: the pool has a newer epoch; nothing was written, and this writer must stop.
+            StorageError: the database is unreachable or refuses; nothing was written.
+        """
+        if snapshot is None and last_id is not None:
+            raise ValueError("a stream position without the state that includes it would lose what lies between")
+        rows: list[tuple[Table, list[dict[str, Any]]]] = [
+            (tables.requests, [_fields(r, received=now) for r in requests]),
+            (tables.forks, [_fields(f, received=now) for f in forks]),
+            (tables.scores, [_fields(s, received=now) for s in scores]),
+            (tables.decisions, [_decision_row(d) for d in decisions]),
+            (tables.points, [_point_row(p) for p in points]),
+            (tables.alerts, [_fields(a) for a in alerts]),
+        ]
+        with self.database.writing(f"save a tick of {pool}") as connection:
+            self._require_epoch(connection, pool, epoch)
+            for table, values in rows:
+                if values:
+                    connection.execute(self._insert(table).on_conflict_do_nothing(), values)
+            if snapshot is not None:
+                self._save_snapshot(connection, pool, epoch, now, snapshot, last_id)
+
+    def load_snapshot(self, pool: str) -> tuple[dict[str, Any], str] | None:
+        """The newest saved state and the newest stream id it includes ("0-0" when it includes none)."""
+        table = tables.snapshots
+        with self.database.reading(f"load the state of {pool}") as connection:
+            row = connection.execute(select(table.c.state, table.c.last_id).where(table.c.pool == pool)).first()
+        return None if row is None else (row.state, row.last_id)
+
+    # -- policy --------------------------------------------------------------------------------------------------------
+
+    def add_policy_revision(
+        self, pool: str, text: str, sha: str, source: str, now: float, accepted: bool, error: str | None
+    ) -> int:
+        """Record a policy document, accepted or refused with `error`; returns its revision number.
+
+        The same document again, directly after itself, is the same revision: a restart makes no new one.
+        """
+        table = tables.policy_revisions
+        row: dict[str, Any] = {"pool": pool, "text": _clean(text), "sha": sha, "source": _clean(source)}
+        row |= {"accepted": accepted, "error": None if error is None else _clean(error)}
+        with self.database.writing(f"record a policy of {pool}") as connection:
+            newest = (
+                connection.execute(select(table).where(table.c.pool == pool).order_by(table.c.revision.desc()).limit(1))
+                .mappings()
+                .first()
+            )
+            if newest is not None and all(newest[name] == value for name, value in row.items()):
+                return int(newest["revision"])
+            inserted = connection.execute(table.insert().values(**row, time=now).returning(table.c.revision))
+            return int(inserted.scalar_one())
+
+    def policy_revisions(self, pool: str, limit: int = 100) -> list[dict[str, Any]]:
+        """Recorded policies, newest first: revision, pool, time (aware), sha, source, text, accepted, error."""
+        table = tables.policy_revisions
+        query = select(table).where(table.c.pool == pool).order_by(table.c.revision.desc())
+        return [dict(row) for row in self._rows(query, limit)]
+
+    # -- readers -------------------------------------------------------------------------------------------------------
+
+    def points(self, pool: str, cls: str, since: float | datetime | None = None, limit: int = 1000) -> list[Point]:
+        """The newest `limit` points of a class later than `since`, oldest first."""
+        table = tables.points
+        query = _later(select(table).where(table.c.pool == pool, table.c.traffic_class == cls), table.c.time, since)
+        rows = self._rows(query.order_by(table.c.time.desc()), limit)
+        return [Point(pool, cls, row["time"].timestamp(), row["values"]) for row in reversed(rows)]
+
+    def decisions(
+        self, pool: str, cls: str | None = None, since: float | datetime | None = None, limit: int = 100
+    ) -> list[dict[str, Any]]:
+        """Decisions later than `since`, newest first: the fields of `Decision` (`time` aware, `lease` a plain object),
+        epoch, seq, policy_revision and `unix_time`. `decision_of` gives the Decision back, bit for bit."""
+        table = tables.decisions
+        query = select(table).where(table.c.pool == pool, *(() if cls is None else (table.c.traffic_class == cls,)))
+        rows = self._rows(_later(query, table.c.time, since).order_by(table.c.time.desc(), table.c.id.desc()), limit)
+        return [_decision_dict(row) for row in rows]
+
+    def alerts(
+        self, pool: str, cls: str | None = None, since: float | datetime | None = None, limit: int = 100
+    ) -> list[Alert]:
+        """Alerts that began or ended later than `since`, newest first."""
+        table = tables.alerts
+        query = select(table).where(table.c.pool == pool, *(() if cls is None else (table.c.traffic_class == cls,)))
+        rows = self._rows(_later(query, table.c.time, since).order_by(table.c.time.desc(), table.c.id.desc()), limit)
+        names = ("pool", "traffic_class", "name", "firing", "detail")
+        return [Alert(**{n: row[n] for n in names}, time=row["time"].timestamp()) for row in rows]
+
+    def requests_between(
+        self,
+        pool: str,
+        start: float | datetime,
+        end: float | datetime,
+        cls: str | None = None,
+        by: summary.By = "received",
+    ) -> dict[str, Any]:
+        """Sums over requests with `start` <= time < `end`; see `storage.summary.requests_between`."""
+        with self.database.reading(f"sum the requests of {pool}") as connection:
+            return summary.requests_between(connection, pool, start, end, cls, by)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _insert(self, table: Table) -> Any:
+        return sqlite.insert(table) if self.database.sqlite else postgresql.insert(table)
+
+    def _rows(self, query: Select[Any], limit: int) -> Sequence[RowMapping]:
+        if limit < 1:
+            return []
+        with self.database.reading("read the history") as connection:
+            return connection.execute(query.limit(min(limit, MAX_ROWS))).mappings().all()
+
+    @staticmethod
+    def _require_epoch(connection: Connection, pool: str, epoch: int) -> None:
+        """The row stays locked until the transaction ends, so that no newer epoch is claimed in between."""
+        table = tables.epochs
+        row = connection.execute(select(table).where(table.c.pool == pool).with_for_update()).mappings().first()
+        if row is None or row["epoch"] != epoch:
+            found = "no epoch was claimed" if row is None else f"epoch {row['epoch']} was claimed by {row['holder']}"
+            raise LeaseRefused(f"tick of {pool} under epoch {epoch} refused: {found}")
+
+    def _save_snapshot(
+        self, connection: Connection, pool: str, epoch: int, now: float, state: Mapping[str, Any], last_id: str | None
+    ) -> None:
+        row: dict[str, Any] = {"epoch": epoch, "time": now, "state": state}
+        insert = self._insert(tables.snapshots).values(pool=pool, last_id=last_id or "0-0", **row)
+        update = row if last_id is None else row | {"last_id": last_id}
+        connection.execute(insert.on_conflict_do_update(index_elements=["pool"], set_=update))
+
+
+def decision_of(row: Mapping[str, Any]) -> Decision:
+    """The Decision of one row of `History.decisions`."""
+    names = ("pool", "traffic_class", "state", "reason", "explanation", *_DETAIL)
+    lease = Lease.from_json(json.dumps(row["lease"]))
+    return Decision(time=row["unix_time"], lease=lease, **{name: row[name] for name in names})
+
+
+_DETAIL = ("inputs", "estimates", "bounds", "counterfactual")
+
+
+def _decision_row(d: Decision) -> dict[str, Any]:
+    return {
+        "pool": d.pool,
+        "traffic_class": d.traffic_class,
+        "time": d.time,
+        "epoch": d.lease.epoch,
+        "seq": d.lease.seq,
+        "policy_revision": d.lease.policy_revision,
+        "state": d.state,
+        "reason": d.reason,
+        "explanation": _clean(d.explanation),
+        "lease": d.lease.to_json(),
+        "detail": {"unix_time": d.time} | {name: getattr(d, name) for name in _DETAIL},
+    }
+
+
+def _decision_dict(row: RowMapping) -> dict[str, Any]:
+    columns = ("pool", "traffic_class", "time", "epoch", "seq", "policy_revision", "state", "reason", "explanation")
+    return {name: row[name] for name in columns} | {"lease": json.loads(row["lease"])} | dict(row["detail"])
+
+
+def _point_row(point: Point) -> dict[str, Any]:
+    values = {name: float(value) for name, value in point.values.items()}
+    return _fields(point) | {"values": {name: value for name, value in values.items() if math.isfinite(value)}}
+
+
+def _fields(record: Any, **more: Any) -> dict[str, Any]:
+    return {name: _clean(v) if isinstance(v, str) else v for name, v in asdict(record).items()} | more
+
+
+def _clean(text: str) -> str:
+    """Text that every database can store: no NUL, no half of a surrogate pair."""
+    return text.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+def _later(query: Select[Any], column: ColumnElement[datetime], since: float | datetime | None) -> Select[Any]:
+    return query if since is None else query.where(column > as_utc(since))

@@ -1,0 +1,318 @@
+"""Telemetry streams over Redis >= 7 or Valkey >= 8.
+
+    worker:      StreamWriter.append -> stream -> StreamReader.read, then .ack      :controller
+                 LeaseStore.read     <- lease  <- LeaseStore.write                  (storage.leases)
+
+Delivery is at least once: an append that is tried again can repeat an entry, and entries that were read but not
+acknowledged come again after a restart.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import redis
+
+from storage.connection import attempt, connect, dead_key, fence_key, lease_key, telemetry_key
+from storage.errors import SampleError, StorageError
+from storage.leases import LeaseStore
+from storage.records import Record, to_fields
+
+__all__ = [
+    "LeaseStore",
+    "StreamReader",
+    "StreamWriter",
+    "connect",
+    "dead_key",
+    "fence_key",
+    "lease_key",
+    "telemetry_key",
+]
+
+Entry = tuple[str, dict[bytes, bytes]]
+RawEntry = tuple[str, dict[bytes, bytes] | None]  # no fields: deleted while it was pending
+
+MAX_BLOCK_MS = 1000
+DEAD_LETTERS = 1000
+_TRIM_EVERY_S = 1.0
+_MAX_DEAD_VALUE = 32_768
+_ID = re.compile(r"(\d+)(?:-(\d+))?\Z")
+
+
+class StreamWriter:
+    """The worker's end of a pool's telemetry stream.
+
+    The stream is capped at about `maxlen` entries and about `max_bytes`, whichever is less, so that a controller that
+    is away does not fill the server; the reader counts what was trimmed unread.
+    """
+
+    def __init__(self, client: redis.Redis, pool: str, maxlen: int = 100_000, *, max_bytes: int = 512 << 20):
+        if maxlen < 1 or max_bytes < 1:
+            raise ValueError("maxlen and max_bytes must be positive")
+        self._client, self._key = client, telemetry_key(pool)
+        self._maxlen, self._max_bytes = maxlen, max_bytes
+        self._mean_bytes = 0.0
+
+    def append(self, records: Sequence[Record]) -> int:
+        """Append in order in one round trip; returns how many were appended.
+
+        Raises SampleError before anything is sent when a record cannot be written (a number is not finite), and
+        StorageError when the server is unreachable or refuses; then some may have been appended, and sending the same
+        records again is safe because readers drop repeats.
+        """
+        try:
+            entries = [to_fields(record) for record in records]
+        except (ValueError, TypeError, OverflowError) as e:
+            raise SampleError(f"a record cannot be written: {e}") from e
+        if not entries:
+            return 0
+        size = sum(len(k) + len(v) for entry in entries for k, v in entry.items()) / len(entries)
+        self._mean_bytes = size if self._mean_bytes == 0 else 0.9 * self._mean_bytes + 0.1 * size
+        maxlen = max(1, min(self._maxlen, int(self._max_bytes / self._mean_bytes)))
+
+        def send() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipe:
+                for entry in entries:
+                    pipe.xadd(self._key, cast("dict[Any, Any]", entry), maxlen=maxlen, approximate=True)
+                return pipe.execute()
+
+        return len(attempt(send, f"append to {self._key}"))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class StreamReader:
+    """The controller's end: a consumer group that acknowledges what has been saved.
+
+    Entries stay on the stream for `keep_s` seconds, and for as long as a group needs them. `lost` counts entries that
+    were trimmed or deleted before this group read them, as well as the server's counters can tell. Not safe for use by
+    several threads at once.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        pool: str,
+        group: str = "controller",
+        consumer: str = "controller",
+        *,
+        keep_s: float = 3600.0,
+    ):
+        self._keep_s = keep_s
+        self._client, self._pool, self._key = client, pool, telemetry_key(pool)
+        self._group, self._consumer = group, consumer
+        self.lost = 0
+        self._last = "0-0"  # newest id handed out
+        self._floor = "0-0"  # ids up to here are in the caller's snapshot
+        self._pending_from: str | None = "0-0"  # own entries after this id may be pending unseen; None: none are
+        self._ordinal: int | None = None  # how many entries the stream ever had up to the group's position
+        self._next_trim = 0.0
+
+    def resume_from(self, last_id: str) -> None:
+        """Entries with id <= `last_id` are acknowledged unseen: they are in the snapshot already.
+
+        A stream that never got as far as `last_id` is a new one (the server lost the old one); it is read from the
+        start.
+        """
+        _parse_id(last_id)
+        info = self._stream_info()
+        if info is not None and _parse_id(info["last-generated-id"]) >= _parse_id(last_id):
+            self._floor = self._last = last_id
+        self._pending_from = "0-0"
+
+    def read(self, max_entries: int = 2000, block_ms: int = 0) -> list[Entry]:
+        """The next entries in stream order, at most `max_entries`.
+
+        First come this consumer's own that were delivered but not acknowledged before (a restart, a lost reply), then
+        new ones; when there are none of either it waits up to `block_ms` (at most 1000) for one.
+
+        A missing group is made again after the last id seen, so nothing is skipped. Raises StorageError.
+        """
+        if max_entries < 1:
+            raise ValueError("max_entries must be positive")
+        wait_ms = min(block_ms, MAX_BLOCK_MS)
+        try:
+            try:
+                return self._read(max_entries, wait_ms)
+            except redis.ResponseError as e:
+                if not str(e).startswith("NOGROUP"):
+                    raise
+            self._create_group()
+            return self._read(max_entries, wait_ms)
+        except redis.RedisError as e:
+            # The server may have delivered entries in a reply that never came: look among the pending ones next.
+            if self._pending_from is None:
+                self._pending_from = self._last
+            raise StorageError(f"read {self._key}: {e}") from e
+
+    def ack(self, ids: Iterable[str]) -> None:
+        """Acknowledge entries that have been saved, and drop old ones that every group is done with."""
+        wanted = list(ids)
+        for start in range(0, len(wanted), 1000):
+            chunk = wanted[start : start + 1000]
+            attempt(partial(self._client.xack, self._key, self._group, *chunk), f"ack on {self._key}")
+        now = time.monotonic()
+        if wanted and now >= self._next_trim:
+            self._next_trim = now + _TRIM_EVERY_S
+            attempt(self._trim, f"trim {self._key}")
+
+    def dead_letter(self, entry_id: str, fields: Mapping[bytes, bytes], reason: str) -> None:
+        """Set an entry aside with the reason, on a capped stream, and acknowledge it."""
+        kept: dict[Any, Any] = {k[:128]: v[:_MAX_DEAD_VALUE] for k, v in list(fields.items())[:64]}
+        kept |= {b"_id": entry_id.encode(), b"_reason": reason[:1000].encode(errors="replace")}
+
+        def move() -> list[Any]:
+            with self._client.pipeline(transaction=True) as pipe:
+                pipe.xadd(dead_key(self._pool), kept, maxlen=DEAD_LETTERS, approximate=True)
+                pipe.xack(self._key, self._group, entry_id)
+                return pipe.execute()
+
+        attempt(move, f"set aside an entry of {self._key}")
+
+    def lag(self) -> int:
+        """Entries on the stream that this group has not been given yet."""
+        info = self._stream_info()
+        if info is None:
+            return 0
+        group = self._group_info()
+        if group is not None and isinstance(group.get("lag"), int):
+            return max(0, int(group["lag"]))
+        if self._ordinal is not None:
+            return max(0, int(info["entries-added"]) - self._ordinal)
+        return int(info["length"])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _read(self, max_entries: int, block_ms: int) -> list[Entry]:
+        while self._pending_from is not None:
+            reply = self._client.xreadgroup(
+                self._group, self._consumer, {self._key: self._pending_from}, count=max_entries
+            )
+            raw = _entries(reply)
+            if not raw:
+                self._pending_from = None
+                break
+            kept = self._keep(raw)
+            self._pending_from = raw[-1][0]
+            if kept:
+                return kept
+        while True:
+            raw = self._read_new(max_entries, block_ms)
+            if kept := self._keep(raw):
+                return kept
+            if not raw:
+                return []
+
+    def _read_new(self, max_entries: int, block_ms: int) -> list[RawEntry]:
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.xinfo_stream(self._key)
+            if self._ordinal is None:
+                pipe.xinfo_groups(self._key)
+            pipe.xreadgroup(self._group, self._consumer, {self._key: ">"}, count=max_entries)
+            replies = pipe.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, redis.ResponseError) and "no such key" in str(reply):
+                raise redis.ResponseError("NOGROUP the stream is gone")
+            if isinstance(reply, Exception):
+                raise reply
+        raw = _entries(replies[-1])
+        self._count_lost(replies[0], replies[1] if len(replies) == 3 else (), len(raw), len(raw) < max_entries)
+        if not raw and block_ms > 0:
+            reply = self._client.xreadgroup(
+                self._group, self._consumer, {self._key: ">"}, count=max_entries, block=block_ms
+            )
+            raw = _entries(reply)
+            self._ordinal = None if self._ordinal is None else self._ordinal + len(raw)
+        return raw
+
+    def _count_lost(
+        self, info: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], delivered: int, drained: bool
+    ) -> None:
+        """Entries leave a stream at its old end, so the number ever added minus its length is the ordinal of the newest
+        one gone; whatever lies between the group's position and that one was never read."""
+        added, gone = int(info["entries-added"]), int(info["entries-added"]) - int(info["length"])
+        if self._ordinal is None:
+            read = next((g.get("entries-read") for g in groups if g["name"] == self._group.encode()), None)
+            self._ordinal = None if read is None else int(read)
+        if self._ordinal is not None:
+            self.lost += max(0, gone - self._ordinal)
+            self._ordinal = max(self._ordinal, gone) + delivered
+        if drained:
+            self._ordinal = added
+
+    def _keep(self, raw: Sequence[RawEntry]) -> list[Entry]:
+        """Drop and acknowledge what is in the snapshot and what was deleted while it was pending."""
+        floor, kept, done = _parse_id(self._floor), list[Entry](), list[str]()
+        for entry_id, fields in raw:
+            if fields is None:
+                self.lost += 1
+                done.append(entry_id)
+            elif _parse_id(entry_id) <= floor:
+                done.append(entry_id)
+            else:
+                kept.append((entry_id, fields))
+        if done:
+            self._client.xack(self._key, self._group, *done)
+        if raw:
+            self._last = max(self._last, raw[-1][0], key=_parse_id)
+        return kept
+
+    def _create_group(self) -> None:
+        """Make the group after the last id seen; from the start when the stream is a new one (flushed, failed over)."""
+        info = self._stream_info()
+        if info is None or _parse_id(info["last-generated-id"]) < _parse_id(self._last):
+            self._last = self._floor = "0-0"
+        try:
+            self._client.xgroup_create(self._key, self._group, id=self._last, mkstream=True)
+        except redis.ResponseError as e:
+            if not str(e).startswith("BUSYGROUP"):
+                raise
+        self._pending_from, self._ordinal = None, 0 if self._last == "0-0" else None
+
+    def _trim(self) -> None:
+        """Drop what every group has read and acknowledged, once it is older than `keep_s` by the stream's own clock."""
+        info = self._stream_info()
+        if info is None:
+            return
+        newest = _parse_id(info["last-generated-id"])
+        oldest = [(newest[0] - int(self._keep_s * 1000), 0), newest]
+        for group in self._client.xinfo_groups(self._key):
+            oldest.append(_parse_id(group["last-delivered-id"]))
+            if group["pending"]:
+                pending = self._client.xpending(self._key, group["name"])
+                oldest += [_parse_id(pending["min"])] if pending["min"] else []
+        if min(oldest) > (0, 0):
+            self._client.xtrim(self._key, minid="{}-{}".format(*min(oldest)), approximate=True)
+
+    def _stream_info(self) -> dict[str, Any] | None:
+        try:
+            return self._client.xinfo_stream(self._key)
+        except redis.ResponseError as e:
+            if "no such key" in str(e):
+                return None
+            raise StorageError(f"{self._key}: {e}") from e
+        except redis.RedisError as e:
+            raise StorageError(f"{self._key}: {e}") from e
+
+    def _group_info(self) -> dict[str, Any] | None:
+        groups = attempt(lambda: self._client.xinfo_groups(self._key), self._key)
+        return next((g for g in groups if g["name"] == self._group.encode()), None)
+
+
+def _entries(reply: Any) -> list[RawEntry]:
+    """The entries in a reply for one stream; the fields are None where the entry is gone."""
+    if not reply:
+        return []
+    return [(entry_id.decode(), fields or None) for entry_id, fields in reply[0][1]]
+
+
+def _parse_id(entry_id: str | bytes) -> tuple[int, int]:
+    match = _ID.match(entry_id.decode() if isinstance(entry_id, bytes) else entry_id)
+    if match is None:
+        raise ValueError(f"not a stream id: {entry_id!r:.60}")
+    return int(match[1]), int(match[2] or 0)

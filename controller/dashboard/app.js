@@ -1,0 +1,170 @@
+// The status page: what the controller says, kept current. See link.js for how it hears, detail.js for what it shows.
+
+import { Charts } from "./charts.js";
+import { Detail, glance, hashOf, isLossless, stateLabel } from "./detail.js";
+import { data, h, list, text } from "./dom.js";
+import { clock, percent } from "./format.js";
+import { Link } from "./link.js";
+import { Series } from "./series.js";
+
+const $ = (id) => document.getElementById(id);
+const pools = new Map();
+const series = new Series();
+const detail = new Detail($("detail"));
+let charts = null;
+let selected = null;
+let serverTime = 0;
+let heardAt = Date.now();
+let announced = "";
+let status = { mode: "connecting", since: null, stoppedAt: null };
+
+const link = new Link({
+  onPool(view, time) {
+    pools.set(view.pool, view);
+    arrived(time);
+  },
+  onPools(views, time) {
+    pools.clear();
+    for (const view of views) pools.set(view.pool, view);
+    arrived(time);
+  },
+  onLink(next) {
+    status = next;
+    if (next.mode !== "down" && serverTime === 0) placeholder("No pools yet", "The controller answers, but its loop has not ticked yet.", true);
+    render();
+  },
+});
+
+function arrived(time) {
+  serverTime = Math.max(serverTime, time);
+  heardAt = Date.now();
+  if (!current()) select();
+  render();
+  refreshSeries();
+}
+
+const now = () => (serverTime || Date.now() / 1000);
+const span = () => Number(document.querySelector("input[name=range]:checked").value);
+
+function current() {
+  const pool = selected && pools.get(selected.pool);
+  const cls = pool?.classes.find((c) => c.traffic_class === selected.cls);
+  return cls ? { pool, cls } : null;
+}
+
+// Chooses the class that the address names, or the first one there is.
+function select() {
+  const all = sorted().flatMap((pool) => pool.classes.map((c) => ({ pool: pool.pool, cls: c.traffic_class })));
+  const wanted = all.find(({ pool, cls }) => hashOf(pool, cls) === location.hash);
+  const next = wanted ?? all[0] ?? null;
+  if (next?.pool === selected?.pool && next?.cls === selected?.cls) return;
+  selected = next;
+  announced = "";
+  restartSeries();
+}
+
+const sorted = () => [...pools.values()].sort((a, b) => a.pool.localeCompare(b.pool));
+
+function restartSeries() {
+  series.clear(selected && { ...selected, span: span() });
+  drawSeries();
+  refreshSeries();
+}
+
+async function refreshSeries() {
+  const shown = current();
+  if (!shown) return;
+  try {
+    if (await series.update(now(), shown.pool.interval_s)) drawSeries();
+    note("");
+  } catch {
+    if (status.mode !== "down") note("The history cannot be read at the moment; the curves are not up to date.");
+  }
+}
+
+function drawSeries() {
+  if ($("content").hidden) return;
+  charts ??= new Charts($("charts"));
+  charts.show(series.times, series.columns, now(), span());
+}
+
+function note(message) {
+  text($("series-note"), message);
+  $("series-note").hidden = message === "";
+}
+
+function placeholder(title, message, busy) {
+  text($("placeholder-title"), title);
+  text($("placeholder-text"), message);
+  $("placeholder").setAttribute("aria-busy", String(busy));
+}
+
+function render() {
+  const shown = current();
+  $("placeholder").hidden = shown !== null;
+  const first = shown !== null && $("content").hidden;
+  $("content").hidden = shown === null;
+  if (shown === null) {
+    if (status.mode === "down") placeholder("The controller does not answer", "Nothing has been heard from it yet. This page keeps trying.", true);
+    else if (pools.size) placeholder("No traffic yet", "The controller runs. Its classes appear with the first tick.", false);
+  } else {
+    $("glance").hidden = glance($("glance-rows"), sorted(), selected) < 2;
+    detail.show(shown.pool, shown.cls);
+    document.title = `${isLossless(shown.cls) ? "Lossless" : "Lenient"}, ${percent(shown.cls.remaining, 0)} left · ${shown.pool.pool} · Lenity`;
+    announce(shown.cls);
+  }
+  if (first) drawSeries();
+  data(document.body, "stale", status.mode === "down" || status.stoppedAt !== null ? "yes" : "no");
+  notices();
+  renderLink();
+}
+
+// A screen reader hears what changed in kind, not every tick.
+function announce(c) {
+  const firing = c.alerts.filter((a) => a.firing).map((a) => a.name);
+  const message = `${stateLabel(c.state)}, ${isLossless(c) ? "lossless" : "lenient"}.${firing.length ? ` Firing: ${firing.join(", ")}.` : ""}`;
+  if (message === announced) return;
+  if (announced !== "") text($("announce"), message);
+  announced = message;
+}
+
+function notices() {
+  const items = [];
+  const ttl = current()?.cls.lease_ttl_s;
+  if (status.mode === "down") {
+    const safe = ttl ? ` Workers go on, and turn lossless when their lease of ${Math.round(ttl)} s ends.` : "";
+    items.push({ key: "down", tone: "bad", title: `Controller not answering since ${clock(status.since / 1000)}.`, text: `What is shown is from then.${safe}` });
+  } else if (status.stoppedAt !== null) {
+    items.push({ key: "stopped", tone: "bad", title: `The control loop has stopped: last tick at ${clock(status.stoppedAt)}.`, text: "The controller answers, but it does not renew leases; workers turn lossless by themselves." });
+  }
+  for (const pool of sorted()) {
+    if (pool.policy_rejected !== null) {
+      items.push({ key: `policy ${pool.pool}`, tone: "warn", title: `Policy edit refused (pool ${pool.pool}), revision ${pool.policy_revision} stays active.`, text: pool.policy_rejected });
+    }
+    pool.degraded.forEach((reason, i) => items.push({ key: `degraded ${pool.pool} ${i}`, tone: "warn", title: `Degraded (pool ${pool.pool}).`, text: reason }));
+  }
+  list($("notices"), items, (item) => item.key, (item) => h("div", { class: `notice ${item.tone}`, role: "alert" }, h("b"), " ", h("span")), (node, item) => {
+    text(node.children[0], item.title);
+    text(node.children[1], item.text);
+  });
+}
+
+function renderLink() {
+  const age = Math.max(0, Math.round((Date.now() - heardAt) / 1000));
+  const words = {
+    connecting: "Connecting",
+    live: status.stoppedAt !== null ? "Loop stopped" : "Live",
+    polling: `Polling, ${age} s ago`,
+    down: "Not answering",
+  };
+  data($("link"), "link", status.stoppedAt !== null ? "stopped" : status.mode);
+  text($("link-text"), words[status.mode]);
+}
+
+addEventListener("hashchange", () => {
+  select();
+  render();
+});
+for (const input of document.querySelectorAll("input[name=range]")) input.addEventListener("change", restartSeries);
+setInterval(renderLink, 1000);
+link.start();

@@ -1,0 +1,32 @@
+// Numbers and times as people read them; "–" where a value is not known.
+
+export const NONE = "–";
+
+const known = (x) => x !== null && x !== undefined && Number.isFinite(x);
+const fixed = (digits) => {
+  const f = new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return (x) => (known(x) ? f.format(x) : NONE);
+};
+
+export const int = fixed(0);
+export const one = fixed(1);
+export const two = fixed(2);
+export const three = fixed(3);
+
+export const percent = (x, digits = 1) => (known(x) ? `${(digits ? one : int)(x * 100)}%` : NONE);
+export const times = (x) => (known(x) ? `${two(x)}×` : NONE);
+
+// A count that may be fractional: whole when large, more digits when small.
+export const amount = (x) => (known(x) ? (Math.abs(x) >= 100 ? int(x) : Math.abs(x) >= 10 ? one(x) : two(x)) : NONE);
+
+export function seconds(s) {
+  if (!known(s)) return NONE;
+  if (s < 1) return `${int(s * 1000)} ms`;
+  if (s < 10) return `${one(s)} s`;
+  if (s < 120) return `${int(s)} s`;
+  if (s < 7200) return `${int(s / 60)} min`;
+  return `${int(s / 3600)} h`;
+}
+
+export const clock = (unixSeconds) =>
+  new Date(unixSeconds * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });

@@ -36,7 +36,7 @@ def load_pair(dtype: torch.dtype = torch.float32, directory: Path | None = None)
     ``draft/``; by default the bundled ones. Raises ModelError when a model is missing or cannot be read.
     """
     directory = directory or demo_models_dir()
-    with _quiet():
+    with quiet():
         target, draft = (load_model(directory / name, dtype) for name in ("target", "draft"))
     return Pair(target, draft, load_tokenizer(directory / "target"))
 
@@ -46,7 +46,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     if not (path / "model.safetensors").is_file():
         raise ModelError(f"no model in {path}: expected config.json and model.safetensors (is the package complete?)")
     try:
-        with _quiet():
+        with quiet():
             return LlamaForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
     except (OSError, ValueError) as e:
         raise ModelError(f"cannot load the model in {path}: {e}") from e
@@ -65,7 +65,7 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars of transformers inside; puts the setting back afterwards."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -237,7 +237,7 @@ class Ledger:
 
 
 class LeaseBook:
-    """Which evidence epoch and level each lease belonged to; runs of equal ones are kept as one, at most ``cap`` runs."""
+    """Which evidence epoch and level each lease belonged to; equal ones in a row are kept as one, at most ``cap``."""
 
     def __init__(self, cap: int = 4_096):
         self.cap = cap

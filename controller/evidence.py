@@ -79,6 +79,7 @@ class EvidenceBuffer:
         self.deadline_s = deadline_s
         self.label_delay_s: float | None = None  # touch to both scores, mean of labelled forks
         self.delay_s: float | None = None  # touch to evidence, mean of released forks
+        self.last_label_at: float | None = None
         self.set_aside = self.unknown = self.forced = 0  # repeated or late; forgotten early ones; settled by the cap
         self._pending: dict[str, _Pending] = {}
         self._order: list[tuple[float, float, str]] = []  # heap: touched_at, arrived, id
@@ -162,6 +163,8 @@ class EvidenceBuffer:
     def _resolve(self, pending: _Pending, now: float) -> None:
         if pending.resolved_at is None and pending.ready():
             pending.resolved_at = now
+            if pending.fork != -1:
+                self.last_label_at = now
 
     def _keep_early(self, key: str) -> dict[str, Any]:
         """What came before its request record; what comes after its fork was settled is not kept."""
@@ -178,6 +181,7 @@ class EvidenceBuffer:
         return {
             "label_delay_s": self.label_delay_s,
             "delay_s": self.delay_s,
+            "last_label_at": self.last_label_at,
             "counts": [self.set_aside, self.unknown, self.forced],
             "pending": [[key, asdict(pending)] for key, pending in self._pending.items()],
             "early": [[key, copy.deepcopy(value)] for key, value in self._early.items()],
@@ -189,6 +193,7 @@ class EvidenceBuffer:
         """The buffer that `to_state` described."""
         self = cls(deadline_s)
         self.label_delay_s, self.delay_s = state["label_delay_s"], state["delay_s"]
+        self.last_label_at = state["last_label_at"]
         self.set_aside, self.unknown, self.forced = state["counts"]
         for key, values in state["pending"]:
             self._pending[key] = _Pending(**(values | {"scores": _scores(values["scores"])}))

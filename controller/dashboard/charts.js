@@ -9,8 +9,8 @@ const share = { format: (x) => percent(x), axis: (x) => percent(x, 0) };
 const CHARTS = [
   { title: "Error budget left", ...share, low: -1, high: 1, include: [0, 1], reference: 0,
     series: [{ name: "remaining", label: "left", ink: "a", fill: true }] },
-  { title: "Loss in the window, in requests", format: amount, axis: amount, low: 0, include: [0], span: 1,
-    series: [{ name: "spent_upper", label: "upper bound", ink: "a" }, { name: "spent", label: "estimate", ink: "b" },
+  { title: "Loss in the window (requests)", format: amount, axis: amount, low: 0, include: [0], span: 1,
+    series: [{ name: "spent_upper", label: "at most", ink: "a" }, { name: "spent", label: "estimate", ink: "b" },
       { name: "budget", label: "budget", ink: "c", dash: true }] },
   { title: "Leniency θ", format: two, axis: two, low: 0, high: 1, include: [0], span: 0.2,
     series: [{ name: "theta", label: "θ", ink: "a", step: true, fill: true }] },

@@ -1,6 +1,6 @@
 // One traffic class in full: state in plain words, speed, budget, knobs, evidence, alerts.
 
-import { NONE, amount, int, one, percent, seconds, three, times, two } from "./format.js";
+import { NONE, amount, int, one, percent, seconds, small, three, times, two } from "./format.js";
 import { data, h, list, text } from "./dom.js";
 
 // What each state means, and how it is coloured; unknown states are shown as they are.
@@ -34,8 +34,7 @@ const KNOBS = [
 ];
 
 const EVIDENCE = [
-  row("Touches per request, seen", (c) => three(c.touches_per_request_seen), "tokens that only leniency accepted"),
-  row("Touches per request, allowed", (c) => three(c.touches_per_request_allowed)),
+  row("Touches per request", (c) => `${small(c.touches_per_request_seen)} of ${small(c.touches_per_request_allowed)}`, "seen, of what the budget allows: tokens that only leniency accepted"),
   row("Loss per touch, at most", (c) => three(c.u_kappa), "upper bound; 1 while there is no evidence"),
   row("Forks compared", (c) => int(c.forks_matured), "requests finished both ways and scored"),
   row("Labels still needed", (c) => (c.labels_needed === null ? "none" : `about ${int(c.labels_needed)}`)),
@@ -51,8 +50,8 @@ const BUDGET = [
 ];
 
 const FIGURES = [
-  row("against plain decoding", (c) => times(c.predicted_speedup_plain)),
-  row("against lossless", (c) => times(c.predicted_speedup_lossless)),
+  row("speed against plain", (c) => times(c.predicted_speedup_plain)),
+  row("speed against lossless", (c) => times(c.predicted_speedup_lossless)),
   row("tokens per second", (c) => amount(c.tokens_per_second)),
   row("acceptance", (c) => percent(c.acceptance)),
   row("tokens per target pass", (c) => two(c.block_efficiency)),

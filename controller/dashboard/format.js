@@ -5,7 +5,7 @@ export const NONE = "–";
 const known = (x) => x !== null && x !== undefined && Number.isFinite(x);
 const fixed = (digits) => {
   const f = new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  return (x) => (known(x) ? f.format(x) : NONE);
+  return (x) => (known(x) ? f.format(x).replace("-", "−").replace(/^−(0(\.0+)?)$/, "$1") : NONE);
 };
 
 export const int = fixed(0);
@@ -18,6 +18,8 @@ export const times = (x) => (known(x) ? `${two(x)}×` : NONE);
 
 // A count that may be fractional: whole when large, more digits when small.
 export const amount = (x) => (known(x) ? (Math.abs(x) >= 100 ? int(x) : Math.abs(x) >= 10 ? one(x) : two(x)) : NONE);
+
+export const small = (x) => (known(x) && Math.abs(x) < 0.1 ? three(x) : two(x));
 
 export function seconds(s) {
   if (!known(s)) return NONE;

@@ -128,8 +128,8 @@ def alerts_of(r: Reading, hold: tuple[str, float] | None, detail: str, lenient: 
     )
 
 
-def labels_for(sequence: Sequence, target: float, significance: float) -> int | None:
-    """About how many more labelled forks bring the bound on loss per touch down to ``target``; None if none would.
+def labels_for(sequence: Sequence, target: float, significance: float, *, more: bool = True) -> int | None:
+    """About how many labelled forks (more) bring the bound on loss per touch down to ``target``; None if none would.
 
     Takes the mean and variance so far as what is to come: ``mean + sqrt(2 v L / n) + L / n = target`` per fork, with
     ``L = ln(1/significance)`` and a little for the mixture.
@@ -143,4 +143,4 @@ def labels_for(sequence: Sequence, target: float, significance: float) -> int | 
     log = math.log(1 / significance) + 1.5
     spread = math.sqrt(2 * log * sequence.bound.variance_upper / sequence.n)
     root = (spread + math.sqrt(spread * spread + 4 * log * gap)) / (2 * gap)
-    return max(0, math.ceil(root * root - sequence.n))
+    return max(0, math.ceil(root * root - sequence.n * more))

@@ -18,6 +18,7 @@ from typing import Any
 
 from storage.records import ForkRecord, QualityScore, RequestRecord
 
+WORST = 1.0  # the difference of a fork that has no labels: lossless perfect, lenient lost
 MAX_PENDING = 20_000
 MAX_EARLY = 4_096
 MAX_SEEN = 8_192
@@ -65,7 +66,7 @@ class _Pending:
         """The evidence as it stands: paired if both scores are there, the worst case if not."""
         touches = self.touches if self.lenient_served else max(self.fork or 0, self.touches)
         labelled = self.ready() and self.fork != -1
-        z = 1.0
+        z = WORST
         if labelled:
             served, fork = self.scores["served"][1], self.scores["fork"][1]
             z = fork - served if self.lenient_served else served - fork

@@ -274,7 +274,7 @@ class Governor:
         afford = min(p.max_step_up, max(0.0, r.remaining - p.stop)) * r.budget
         if most <= 0 or afford <= 0 or p.fork_cold <= 0:
             return 0.0
-        labels = self.step_labels + 2 * math.sqrt(self.step_labels)  # drawn at random: allow for bad luck
+        labels = self.step_labels + math.sqrt(self.step_labels)  # drawn at random: allow for bad luck
         waiting = self._ledger.rate(now) * (self._buffer.delay_s or 0.0)
 
         def exposure(step: float) -> float:
@@ -303,7 +303,6 @@ class Governor:
         p = self.policy
         r = reading or self._read(now)
         length = self._ledger.mean_length(DEFAULT_LENGTH)
-        cold = r.labelled < p.min_labels or self._tau > r.tau_seen * REST_TOLERANCE
         return Allowance(
             state=state,
             reason=reason,
@@ -320,7 +319,7 @@ class Governor:
             burn=r.burn.by_window,
             alerts=alerts_of(r, self._hold, self._hold_detail, self._tau > 0),
             holdback=p.holdback,
-            fork=p.fork_cold if cold else p.fork_warm,
+            fork=self._fork(r, now),
             label=1.0,
             labels_needed=self._labels_needed(r, now) if self._hold is None else None,
             forks_matured=r.labelled,
@@ -350,6 +349,21 @@ class Governor:
         usual = self._buffer.label_delay_s
         after = self.policy.window_s / K if usual is None else 4 * usual
         return self._buffer.overdue(now, min(self.policy.label_deadline_s, max(after, self.policy.window_s / 100)))
+
+    def _fork(self, r: Reading, now: float) -> float:
+        """Probability of a fork: cold while the level or the evidence is young, then warm, or what keeps the bound.
+
+        Touches of the whole window are charged at its bound, so evidence that thins out makes the past dearer: enough
+        forks a window are drawn for the bound to stay where the touches in use need it.
+        """
+        p = self.policy
+        if r.labelled < p.min_labels or self._tau > r.tau_seen * REST_TOLERANCE or self._tau <= 0:
+            return p.fork_cold
+        split = self._sequences.split(1 - p.confidence)
+        total = labels_for(self._sequences.planning(now), r.allowed / self._tau, split, more=False)
+        touched = -math.expm1(-self._tau) * self._ledger.expected_requests(now)
+        keep = p.fork_cold if total is None or touched <= 0 else 1.25 * total / touched
+        return min(max(p.fork_warm, keep), max(p.fork_cold, p.fork_warm))
 
     def _labels_needed(self, r: Reading, now: float) -> int | None:
         """About how many more labelled forks allow the next quarter of touches; None when labels would not."""

@@ -43,9 +43,9 @@ export class Link {
 
   // Asks when the stream is broken or silent; opens it again when the browser has given up on it.
   watch() {
-    const silent = Date.now() - this.heardAt > Math.max(POLL_MS, LATE_TICKS * this.interval * 1000);
-    if (silent) this.ask();
-    if (silent && this.source.readyState === EventSource.CLOSED) this.open();
+    const late = Date.now() - this.heardAt > LATE_TICKS * this.interval * 1000;
+    if (late || this.source.readyState !== EventSource.OPEN) this.ask();
+    if (this.source.readyState === EventSource.CLOSED) this.open();
   }
 
   async ask() {

@@ -14,8 +14,8 @@ export class Link {
     Object.assign(this, { onPool, onPools, onLink });
     this.status = { mode: "connecting", since: null, stoppedAt: null };
     this.answeredAt = new Date();
-    this.heardAt = 0;
-    this.interval = 1;
+    this.ticks = new Map(); // pool -> {time, at, interval}: its last tick, and when this page heard of it
+    this.stopped = new Map(); // pool -> time of its last tick, while that is too long ago
   }
 
   start() {
@@ -34,17 +34,24 @@ export class Link {
   }
 
   hear(view) {
-    this.interval = view.interval_s;
-    this.heardAt = Date.now();
     this.answeredAt = new Date();
-    this.set({ mode: "live", since: null, stoppedAt: null });
+    if (this.note(view)) this.stopped.delete(view.pool);
+    this.set("live");
     this.onPool(view, view.time);
   }
 
-  // Asks when the stream is broken or silent; opens it again when the browser has given up on it.
+  // Remembers a view; true when it proves a tick since the one before. The first one may be old.
+  note({ pool, time, interval_s: interval }) {
+    const before = this.ticks.get(pool);
+    if (before && time <= before.time) return false;
+    this.ticks.set(pool, { time, at: Date.now(), interval });
+    return before !== undefined;
+  }
+
+  // Asks when the stream is broken or a pool is silent; opens the stream again when the browser has given up on it.
   watch() {
-    const late = Date.now() - this.heardAt > LATE_TICKS * this.interval * 1000;
-    if (late || this.source.readyState !== EventSource.OPEN) this.ask();
+    const silent = [...this.ticks.values()].some(({ at, interval }) => Date.now() - at > LATE_TICKS * interval * 1000);
+    if (silent || this.source.readyState !== EventSource.OPEN) this.ask();
     if (this.source.readyState === EventSource.CLOSED) this.open();
   }
 
@@ -57,21 +64,24 @@ export class Link {
       const body = await answer.json();
       this.answeredAt = new Date();
       const late = body.pools.filter((p) => body.time - p.time > LATE_TICKS * p.interval_s);
-      const stoppedAt = late.length ? Math.min(...late.map((p) => p.time)) : null;
-      const streaming = this.source.readyState === EventSource.OPEN;
-      this.set({ mode: streaming ? "live" : "polling", since: null, stoppedAt });
+      this.stopped = new Map(late.map((p) => [p.pool, p.time]));
+      this.ticks = new Map([...this.ticks].filter(([pool]) => body.pools.some((p) => p.pool === pool)));
+      body.pools.forEach((p) => this.note(p));
+      this.set(this.source.readyState === EventSource.OPEN ? "live" : "polling");
       this.onPools(body.pools, body.time);
     } catch {
-      this.set({ mode: "down", since: this.answeredAt, stoppedAt: null });
+      this.set("down");
     } finally {
       this.asking = false;
     }
   }
 
-  set(status) {
-    const { mode, since, stoppedAt } = this.status;
-    if (mode === status.mode && since === status.since && stoppedAt === status.stoppedAt) return;
-    this.status = status;
-    this.onLink(status);
+  set(mode) {
+    const before = this.status;
+    const since = mode === "down" ? this.answeredAt : null;
+    const stoppedAt = mode !== "down" && this.stopped.size ? Math.min(...this.stopped.values()) : null;
+    if (mode === before.mode && since === before.since && stoppedAt === before.stoppedAt) return;
+    this.status = { mode, since, stoppedAt };
+    this.onLink(this.status);
   }
 }

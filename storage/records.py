@@ -8,7 +8,6 @@ malformed, non-finite or out-of-range entry raises `SampleError`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -28,6 +27,7 @@ EXAMINED, ACCEPTED, TOUCH, PINNED = 1, 2, 4, 8
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 _MAX_ROWS = 1 << 20
+_MAX_NUMBER = 1e11  # as Unix seconds the year 5138: every scalar can be a time, and sums stay finite
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TokenBlock:
     """Telemetry of a run of draft-verify rounds of one traffic class under one lease.
 
     Per round (arrays of shape [rounds]): rows in the batch, width drafted, tokens emitted over all rows, and seconds
-    spent drafting, verifying and in between. Per drafted position (shape [n]): the request's row number within this block,
+    spent drafting, verifying and in between. Per drafted position (shape [n]): the request's row within this block,
     the round's index within this block, the position in its block from 1, the scalars of DESIGN 2.4, the knob
     ``theta`` applied there (0 on structured spans, in holdback, under a cap or an expired lease) and flag bits
     EXAMINED, ACCEPTED, TOUCH, PINNED. Duplicates share (worker, boot, seq).
@@ -276,18 +276,9 @@ class Lease:
             table = tuple(KnobRow(**row) for row in raw.pop("table"))
             caps = tuple(CapRow(**row) for row in raw.pop("caps", ()))
             lease = cls(table=table, caps=caps, **raw)
-            numbers = [lease.issued, lease.ttl, lease.holdback, lease.fork, lease.label, lease.explore]
-            numbers += [v for row in table for v in (row.theta, row.rho)] + [
-                v for c in caps for v in (c.share, c.theta, c.rho)
-            ]
-            if not all(math.isfinite(v) for v in numbers):
-                raise ValueError("a number is not finite")
-            if not table or any(r.batch < 1 or r.g < 0 or not 0 <= r.theta <= 1 or not 0 <= r.rho <= 1 for r in table):
-                raise ValueError("the knob table is empty or out of range")
-            if list(table) != sorted(table, key=lambda r: r.batch) or lease.ttl <= 0:
-                raise ValueError("the knob table is not sorted by batch, or ttl is not positive")
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
-            raise SampleError(f"lease: {e}") from e
+            _check_lease(lease)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            raise SampleError(f"lease: {e!s:.300}") from e
         return lease
 
 
@@ -341,6 +332,26 @@ def _flat(cls: type[Flat], entry: Mapping[bytes, bytes]) -> Flat:
     return cls(**values)
 
 
+def _check_lease(lease: Lease) -> None:
+    """Raise ValueError for a lease of the right shape whose values no controller writes."""
+    counts = [lease.epoch, lease.seq, lease.policy_revision, *(n for r in lease.table for n in (r.batch, r.g))]
+    if not all(type(n) is int and 0 <= n < 1 << 53 for n in counts):
+        raise ValueError("epoch, seq, policy_revision, batch and g must be counts")
+    units = [lease.holdback, lease.fork, lease.label, lease.explore]
+    units += [v for r in lease.table for v in (r.theta, r.rho)]
+    units += [v for c in lease.caps for v in (c.share, c.theta, c.rho)]
+    if not all(type(v) in (int, float) and 0 <= v <= 1 for v in units):
+        raise ValueError("a knob, share or probability is not in [0, 1]")
+    if not all(type(v) in (int, float) and 0 <= v <= _MAX_NUMBER for v in (lease.issued, lease.ttl)) or lease.ttl == 0:
+        raise ValueError("issued or ttl is not a number of seconds, or ttl is not positive")
+    for name in (lease.pool, lease.traffic_class, lease.rule):
+        if not isinstance(name, str) or not _NAME.match(name):
+            raise ValueError(f"{name!r:.60} is not a short name")
+    batches = [r.batch for r in lease.table]
+    if not batches or batches[0] < 1 or batches != sorted(set(batches)):
+        raise ValueError("the knob table is empty, or not sorted by distinct batch sizes >= 1")
+
+
 def _head_fields(kind: str, head: Mapping[str, Any]) -> Fields:
     return {b"kind": kind.encode(), b"head": json.dumps(head, separators=(",", ":"), allow_nan=False).encode()}
 
@@ -348,7 +359,7 @@ def _head_fields(kind: str, head: Mapping[str, Any]) -> Fields:
 def _parse_head(entry: Mapping[bytes, bytes], kind: str) -> dict[str, Any]:
     try:
         head = json.loads(entry[b"head"])
-    except (KeyError, ValueError) as e:
+    except (KeyError, ValueError, RecursionError) as e:
         raise SampleError(f"{kind}: head is missing or not JSON") from e
     if not isinstance(head, dict):
         raise SampleError(f"{kind}: head is not an object")
@@ -374,8 +385,8 @@ def _typed(cls: type[Any], head: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
                 raise SampleError(f"{cls.__name__}: {f.name} must be a count, not {value!r:.60}")
         elif annotation.startswith("float"):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise SampleError(f"{cls.__name__}: {f.name} must be a finite number >= 0, not {value!r:.60}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
+                raise SampleError(f"{cls.__name__}: {f.name} must be a number in [0, 1e11], not {value!r:.60}")
             value = float(value)
         elif not isinstance(value, str) or not _NAME.match(value):
             raise SampleError(f"{cls.__name__}: {f.name} must be a short name, not {value!r:.60}")

@@ -108,6 +108,7 @@ class StreamReader:
         self._group, self._consumer = group, consumer
         self.lost = 0
         self._last = "0-0"  # newest id handed out
+        self._last_fields: dict[bytes, bytes] | None = None  # and what it said
         self._floor = "0-0"  # ids up to here are in the caller's snapshot
         self._pending_from: str | None = "0-0"  # own entries after this id may be pending unseen; None: none are
         self._ordinal: int | None = None  # how many entries the stream ever had up to the group's position
@@ -116,12 +117,11 @@ class StreamReader:
     def resume_from(self, last_id: str) -> None:
         """Entries with id <= `last_id` are acknowledged unseen: they are in the snapshot already.
 
-        A stream that never got as far as `last_id` is a new one (the server lost the old one); it is read from the
-        start.
+        A stream that does not continue the one of `last_id` (the server lost that) is read from its start.
         """
         _parse_id(last_id)
-        info = self._stream_info()
-        if info is not None and _parse_id(info["last-generated-id"]) >= _parse_id(last_id):
+        self._last_fields = None
+        if self._continues(last_id):
             self._floor = self._last = last_id
         self._pending_from = "0-0"
 
@@ -259,14 +259,13 @@ class StreamReader:
         if done:
             self._client.xack(self._key, self._group, *done)
         if raw:
-            self._last = max(self._last, raw[-1][0], key=_parse_id)
+            self._last, self._last_fields = max((self._last, self._last_fields), raw[-1], key=lambda e: _parse_id(e[0]))
         return kept
 
     def _create_group(self) -> None:
         """Make the group after the last id seen; from the start when the stream is a new one (flushed, failed over)."""
-        info = self._stream_info()
-        if info is None or _parse_id(info["last-generated-id"]) < _parse_id(self._last):
-            self._last = self._floor = "0-0"
+        if not self._continues(self._last):
+            self._last, self._last_fields, self._floor = "0-0", None, "0-0"
         try:
             self._client.xgroup_create(self._key, self._group, id=self._last, mkstream=True)
         except redis.ResponseError as e:
@@ -274,13 +273,27 @@ class StreamReader:
                 raise
         self._pending_from, self._ordinal = None, 0 if self._last == "0-0" else None
 
+    def _continues(self, last: str) -> bool:
+        """Whether the stream is the one in which `last` was read, or can be treated as such.
+
+        A new stream (flushed, failed over) has not come as far, or has another entry under that id, or has older ones
+        but not that one; trimming takes the oldest first.
+        """
+        info = self._stream_info()
+        if info is None or _parse_id(info["last-generated-id"]) < _parse_id(last):
+            return False
+        there = _entries([(self._key, self._client.xrange(self._key, last, last))])
+        if there:
+            return self._last_fields is None or there[0][1] == self._last_fields
+        return info["first-entry"] is None or _parse_id(info["first-entry"][0]) > _parse_id(last)
+
     def _trim(self) -> None:
         """Drop what every group has read and acknowledged, once it is older than `keep_s` by the stream's own clock."""
         info = self._stream_info()
         if info is None:
             return
         newest = _parse_id(info["last-generated-id"])
-        oldest = [(newest[0] - int(self._keep_s * 1000), 0), newest]
+        oldest = [(newest[0] - int(self._keep_s * 1000) + 1, 0), newest]
         for group in self._client.xinfo_groups(self._key):
             oldest.append(_parse_id(group["last-delivered-id"]))
             if group["pending"]:

@@ -8,6 +8,7 @@ Wilson for shares, normal for paired means and for ratios of sums (linearised).
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from decoder.demo.tasks import HOUSE_STYLE_SHARE
 
 SELECT_SEED, SELECT_N = 314159, 500
 FRESH_SEED, FRESH_N = 271828, 2000
-MAX_LOSS = 0.01  # "one point"
-SELECT_LOSS = 0.005  # what a knob may lose where it is chosen: half a point, as a margin for choosing
+MAX_LOSS = 0.01  # one point of exact match, where knobs are chosen
 TIE = 0.005  # gains this close are the same; the smaller loss decides
 
 # Rules that compare q with something are left out: the card wants one good knob, not the frontier (that is in bench/).
@@ -107,8 +107,8 @@ def figures_of(run: Run, base: Run) -> dict[str, Any]:
 
 
 def choose(rows: list[dict[str, Any]]) -> Setting:
-    """Among settings that lose at most `SELECT_LOSS`, the largest gain; within `TIE` of it, the smallest loss."""
-    allowed = [row for row in rows if row["loss"][0] <= SELECT_LOSS]
+    """Among settings that lose at most `MAX_LOSS`, the largest gain; within `TIE` of it, the smallest loss."""
+    allowed = [row for row in rows if row["loss"][0] <= MAX_LOSS]
     best = max(row["gain"][0] for row in allowed)
     row = min((row for row in allowed if row["gain"][0] >= best - TIE), key=lambda row: row["loss"][0])
     return Setting(row["rule"], row["theta"], row["rho"])
@@ -117,8 +117,10 @@ def choose(rows: list[dict[str, Any]]) -> Setting:
 class Bench:
     """Runs settings over fixed problems, coupled, and reports as it goes."""
 
-    def __init__(self, pair: Pair, console: Console, progress: Progress) -> None:
-        self.pair, self.console, self.progress = pair, console, progress
+    def __init__(self, pair: Pair, console: Console, progress: Progress, log: Path | None = None) -> None:
+        self.pair, self.console, self.progress, self.log = pair, console, progress, log
+        lines = log.read_text().splitlines() if log is not None and log.is_file() else []
+        self.done: dict[str, dict[str, Any]] = {entry["key"]: entry["row"] for entry in map(json.loads, lines)}
 
     def rows(
         self, domain: Domain, temperature: float, settings: list[Setting], *, seed: int, n: int
@@ -129,9 +131,13 @@ class Bench:
         out: list[dict[str, Any]] = []
         base: Run | None = None
         for setting in [LOSSLESS, *settings]:
-            run = decode(self.pair, problems, setting, temperature=temperature)
-            base = base or run
-            row = {"domain": domain, "temperature": temperature, **setting._asdict(), **figures_of(run, base)}
+            row = {"domain": domain, "temperature": temperature, **setting._asdict()}
+            key = json.dumps([row, seed, n])
+            if key not in self.done:
+                base = base or decode(self.pair, problems, LOSSLESS, temperature=temperature)
+                run = base if setting == LOSSLESS else decode(self.pair, problems, setting, temperature=temperature)
+                self.keep(key, {**row, **figures_of(run, base)})
+            row = self.done[key]
             out.append(row)
             self.progress.advance(task)
             self.console.print(
@@ -140,6 +146,13 @@ class Bench:
                 soft_wrap=True,
             )
         return out
+
+    def keep(self, key: str, row: dict[str, Any]) -> None:
+        """Remember a finished row, in the log too if there is one, so that an interrupted run can go on."""
+        self.done[key] = row
+        if self.log is not None:
+            with self.log.open("a") as f:
+                f.write(json.dumps({"key": key, "row": row}) + "\n")
 
 
 def measure(bench: Bench) -> dict[str, Any]:
@@ -204,11 +217,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--card", type=Path, default=CARD, help="where the card goes (JSON)")
     parser.add_argument("--readme", type=Path, default=README, help="where the readable card goes")
+    parser.add_argument("--resume", type=Path, help="log of finished rows (JSON lines): read if there, and added to")
     args = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
     with Progress(console=console) as progress:
-        figures = measure(Bench(load_pair(), console, progress))
+        figures = measure(Bench(load_pair(), console, progress, args.resume))
     card = {**figures, **facts()}
     args.card.write_text(card_text(card))
     args.readme.write_text(readme(card))

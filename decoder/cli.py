@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import uuid
 from enum import StrEnum
 from pathlib import Path
@@ -22,15 +23,19 @@ from storage.errors import StorageError
 from storage.stream import LeaseStore, StreamWriter, connect
 
 if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
     import redis
+    from prometheus_client import CollectorRegistry
 
     import decoder.drafters
     from decoder.generate import Engine
-    from decoder.worker import Worker
 
 log = structlog.get_logger(__name__)
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Lenity: the decoding side.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Lenity: the decoding side."
+)
 
 
 class Drafter(StrEnum):
@@ -100,13 +105,13 @@ def _serve(
 ) -> int:
     """Wire everything, run until told to stop, take it apart again; returns the exit code."""
     import torch
-    from prometheus_client import start_http_server
 
     from decoder.demo.traffic import ProblemSource
     from decoder.knobs import LeaseReader
     from decoder.telemetry import TelemetrySender
     from decoder.worker import Worker
 
+    stop = _stop_on_signals()
     torch.set_num_threads(threads)
     engine, proposer, tokenizer = load_engine(target, draft, drafter)
     boot = uuid.uuid4().hex[:16]
@@ -114,9 +119,11 @@ def _serve(
     source = ProblemSource(tokenizer, pool, client, seed=f"{seed}/{worker_id}")
     reader = LeaseReader(LeaseStore(client), pool, deterministic_drafter=proposer.deterministic)
     sender = TelemetrySender(StreamWriter(client, pool), pool, worker_id, boot)
-    running = Worker(engine, source, sender, reader, pool=pool, worker=worker_id, boot=boot, max_requests=max_requests)
-    server = start_http_server(metrics_port, registry=running.metrics.registry) if metrics_port else None
-    _stop_on_signals(running)
+    running = Worker(
+        engine, source, sender, reader, pool=pool, worker=worker_id, boot=boot, max_requests=max_requests, stop=stop
+    )
+    server = _serve_metrics(metrics_port, running.metrics.registry) if metrics_port else None
+    reader.poll_once()  # so that the first request already knows its lease
     reader.start()
     log.info("worker: serving", pool=pool, worker=worker_id, boot=boot, drafter=drafter.value, threads=threads)
     try:
@@ -180,12 +187,21 @@ def _say_if_away(client: redis.Redis) -> None:
         log.warning("worker: the stream server is away; serving losslessly, telemetry is kept as it fits", error=str(e))
 
 
-def _stop_on_signals(running: Worker) -> None:
-    def stop(number: int, _frame: object) -> None:
-        running.stop()
-
+def _stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; from here on they do nothing else."""
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda _number, _frame: stop.set())
+    return stop
+
+
+def _serve_metrics(port: int, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread]:
+    from prometheus_client import start_http_server
+
+    try:
+        return start_http_server(port, registry=registry)
+    except OSError as e:
+        raise typer.BadParameter(f"port {port} cannot be used: {e}", param_hint="--metrics-port") from e
 
 
 if __name__ == "__main__":

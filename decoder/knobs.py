@@ -184,7 +184,7 @@ class LeaseReader:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How often a class turned lossless without being told to, by reason."""
+        """How often a class turned lossless without being told to, by reason; another reason counts anew."""
         with self._lock:
             return dict(sum((held.fallbacks for held in self._classes.values()), Counter()))
 

@@ -146,6 +146,7 @@ class Worker:
         boot: str,
         max_requests: int | None = None,
         metrics: WorkerMetrics | None = None,
+        stop: threading.Event | None = None,
         wall: Callable[[], float] = time.time,
     ):
         self._engine, self._source, self._sender, self._reader = engine, source, sender, reader
@@ -153,7 +154,7 @@ class Worker:
         self._max_requests = max_requests
         self._wall = wall
         self.metrics = metrics or WorkerMetrics(sender, reader)
-        self._stop = threading.Event()
+        self._stop = stop or threading.Event()
         self._begun = 0
         self.served = 0
 

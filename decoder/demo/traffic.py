@@ -38,8 +38,8 @@ class Hash(Protocol):
 
 
 def demo_key(pool: str) -> str:
-    """The hash that steers the demo traffic of a pool; the pool stands in braces, as in `storage.stream`."""
-    return f"lenity:{{{pool}}}:demo"
+    """The hash that steers the demo traffic of a pool. Whoever writes it gives it a ttl."""
+    return f"lenity:{pool}:demo"
 
 
 class ProblemSource:

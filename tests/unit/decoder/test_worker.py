@@ -191,6 +191,12 @@ def test_stopping_finishes_the_request_in_hand_and_reports_its_fork_as_not_done(
     assert engine.forks == 0 and bench.worker.served == 1
 
 
+def test_a_worker_told_to_stop_before_it_began_serves_nothing():
+    bench = Bench(Engine(**PLAIN), count=3)
+    bench.worker.stop()
+    assert bench.run() == []
+
+
 def test_the_number_of_requests_can_be_limited():
     bench = Bench(Engine(**PLAIN), count=10, max_requests=3)
     ids = [r.request_id for r in bench.run()]

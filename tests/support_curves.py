@@ -1,0 +1,50 @@
+"""Curves with known answers, for tests of the solver."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from controller.curve import Curve, Settings, settings_path
+
+F = npt.NDArray[np.float64]
+
+
+def constant_curve(a: float, gain: float, g_max: int, settings: Settings | None = None) -> Curve:
+    """Acceptance ``a + rho theta gain`` at every position, independently; what is gained are touches. No error."""
+    settings = settings or settings_path()
+    step = settings.rho * settings.theta * gain
+    accept = np.minimum(1.0, a + step)[:, None]
+    reach = accept ** np.arange(g_max + 1)
+    touches = np.zeros_like(reach)
+    touches[:, 1:] = np.cumsum(reach[:, :-1] * (accept - a), axis=1)
+    return Curve(settings, reach, touches, np.zeros_like(reach), np.zeros_like(reach), np.full(g_max + 1, 1e4))
+
+
+def random_curve(rng: np.random.Generator, g_max: int, levels: int, contexts: int = 12) -> Curve:
+    """The curve of a rule that jumps: a few kinds of round, each position with its own A0 and place of its jump."""
+    settings = settings_path(levels, float(rng.choice([1.0, rng.uniform(0.05, 1)])))
+    a0 = rng.beta(*rng.uniform(0.3, 6, 2), size=(contexts, g_max))
+    jump = rng.uniform(0, 1.3, size=(contexts, g_max)) ** rng.uniform(0.3, 3)
+    smooth = rng.random()
+    theta = settings.theta[:, None, None]
+    full = np.where(theta >= jump, 1.0, a0 + smooth * theta * (1 - a0))
+    accept = a0 + settings.rho[:, None, None] * (full - a0)
+    weight = rng.dirichlet(np.ones(contexts))
+    after = np.cumprod(accept, axis=2)
+    before = np.concatenate((np.ones_like(after[:, :, :1]), after[:, :, :-1]), axis=2)
+    reach = np.concatenate((np.ones((len(settings), 1)), np.einsum("c,scj->sj", weight, after)), axis=1)
+    touched = np.cumsum(np.einsum("c,scj->sj", weight, before * (accept - a0)), axis=1)
+    touches = np.concatenate((np.zeros((len(settings), 1)), touched), axis=1)
+    noisy = rng.random() < 0.5
+    if noisy:  # estimates of rounds of unequal length need be neither monotone nor polynomials
+        touches[1:, 1:] *= np.exp(rng.normal(0, 0.1, size=touches[1:, 1:].shape))
+        reach[1:, 1:] = np.minimum(1.0, reach[1:, 1:] * np.exp(rng.normal(0, 0.02, size=reach[1:, 1:].shape)))
+    error = rng.uniform(0, 0.2) * touches
+    return Curve(settings, reach, touches, 0.05 * reach * np.abs(1 - reach), error, np.full(g_max + 1, 500.0))
+
+
+def costs(g_max: int, c: float, slope: float = 0.0, overhead: float = 0.0) -> tuple[F, F, float]:
+    """Seconds per round with a target pass of one second, a draft step of ``c`` and ``slope`` per extra width."""
+    g = np.arange(g_max + 1)
+    return c * g, 1 + slope * g, overhead

@@ -3,6 +3,7 @@
 import { Charts } from "./charts.js";
 import { Detail, glance, hashOf, isLossless, stateLabel } from "./detail.js";
 import { data, h, list, text } from "./dom.js";
+import { showEvents } from "./events.js";
 import { clock, percent } from "./format.js";
 import { Link } from "./link.js";
 import { Series } from "./series.js";
@@ -16,6 +17,7 @@ let selected = null;
 let serverTime = 0;
 let heardAt = Date.now();
 let announced = "";
+let eventsOf = "";
 let status = { mode: "connecting", since: null, stoppedAt: null };
 
 const link = new Link({
@@ -41,6 +43,24 @@ function arrived(time) {
   if (!current()) select();
   render();
   refreshSeries();
+  refreshEvents();
+}
+
+// The events are read again when the views show that there is a new one.
+async function refreshEvents() {
+  const shown = current();
+  if (!shown) return;
+  const { pool, policy_revision, policy_rejected, classes } = shown.pool;
+  const firing = classes.flatMap((c) => c.alerts.filter((a) => a.firing).map((a) => [c.traffic_class, a.name]));
+  const mark = JSON.stringify([pool, policy_revision, policy_rejected, firing]);
+  if (mark === eventsOf) return;
+  const before = eventsOf;
+  eventsOf = mark;
+  try {
+    await showEvents($("events"), $("events-note"), pool);
+  } catch {
+    if (eventsOf === mark) eventsOf = before; // asked again at the next view
+  }
 }
 
 const now = () => (serverTime || Date.now() / 1000);
@@ -164,6 +184,7 @@ function renderLink() {
 addEventListener("hashchange", () => {
   select();
   render();
+  refreshEvents();
 });
 for (const input of document.querySelectorAll("input[name=range]")) input.addEventListener("change", restartSeries);
 setInterval(renderLink, 1000);

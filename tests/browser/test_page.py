@@ -61,6 +61,8 @@ class World:
 
     board: Board = field(default_factory=Board)
     rows: list[Row] = field(default_factory=list)
+    fired: list[dict[str, object]] = field(default_factory=list)
+    revisions: list[dict[str, object]] = field(default_factory=list)
     lag: float = 0.0
     interval_s: float = 60.0  # long, so that a slow machine is not taken for a stopped loop
     server: ApiServer | None = None
@@ -107,10 +109,11 @@ class World:
     def decisions(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[object]:
         return []
 
-    alerts = decisions
+    def alerts(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[dict[str, object]]:
+        return self.fired
 
-    def policy_revisions(self, pool: str, limit: int) -> list[object]:
-        return []
+    def policy_revisions(self, pool: str, limit: int) -> list[dict[str, object]]:
+        return self.revisions
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +244,26 @@ def test_a_refused_policy_and_a_degraded_part_are_shown(world: World, page: Page
     expect(notices).to_contain_text("Degraded (pool demo). The database is down.")
     world.publish(CLASS)
     expect(notices).to_be_empty()
+
+
+def test_what_happened_is_told_newest_first(world: World, page: Page, complaints: list[str]) -> None:
+    """Alerts and policy revisions come from the history, and again when the views show that there is more."""
+    accepted = {"revision": 1, "time": 1000.0, "accepted": True, "source": "policy.yaml", "error": None}
+    world.revisions = [accepted]
+    world.publish(CLASS)
+    page.goto(world.url)
+    events = page.locator("#events li")
+    expect(events).to_have_count(1)
+    expect(events.first).to_contain_text("Policy revision 1 took effect. From policy.yaml.")
+    alert = {"time": 2000.0, "traffic_class": "default", "name": "burn 1h/5m", "firing": True, "detail": "Burn 16."}
+    refused = {"revision": 2, "time": 3000.0, "accepted": False, "source": "policy.yaml", "error": "policy.yaml:7: no"}
+    world.fired, world.revisions = [alert], [refused, accepted]
+    firing = AlertView(name="burn 1h/5m", firing=True, detail="Burn 16.")
+    world.publish(replace(CLASS, alerts=(firing,)), policy_rejected="policy.yaml:7: no")
+    expect(events).to_have_count(3)
+    expect(events.nth(0)).to_contain_text("Policy edit refused (revision 2). policy.yaml:7: no")
+    expect(events.nth(1)).to_contain_text("Alert: burn 1h/5m (default). Burn 16.")
+    assert complaints == []
 
 
 def test_nothing_there_yet_is_not_an_error(world: World, page: Page, complaints: list[str]) -> None:

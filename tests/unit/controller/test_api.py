@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from controller.api import MAX_POINTS, ApiServer, create_app
 from controller.metrics import ControllerMetrics
 from controller.view import AlertView, Board, BoardFull, ClassView, PoolView
 from storage.errors import StorageError
+from storage.history import Alert, History, Point
 
 NOW = 1_700_000_000.0
 
@@ -221,6 +223,32 @@ def test_history_rows_become_plain_json(world: World) -> None:
     assert world.history.asked == [("demo", "default", None, 3)]
     assert world.get("/v1/pools/demo/alerts").json() == [{"name": "burn", "firing": True, "detail": "fast"}]
     assert world.get("/v1/pools/demo/policy/revisions").json() == [{"revision": 1, "accepted": True}]
+
+
+def test_the_real_history_fits(tmp_path: Path) -> None:
+    """Over SQLite: the newest rows after `since`, alerts and policy revisions with times in Unix seconds."""
+    history, board = History(f"sqlite:///{tmp_path / 'history.db'}"), Board()
+    history.upgrade()
+    epoch = history.claim_epoch("demo", "test", NOW)
+    history.add_policy_revision("demo", "pool: demo", "abc", "policy.yaml", NOW, True, None)
+    history.save_tick(
+        "demo",
+        epoch,
+        NOW,
+        points=[Point("demo", "default", NOW + i, {"theta": i / 10}) for i in range(5)],
+        alerts=[Alert("demo", "default", NOW, "burn", True, "fast")],
+    )
+    app = create_app(board, history, ready=lambda: (True, []), clock=lambda: NOW, registry=CollectorRegistry())
+    board.publish(POOL)
+    world = World(board, FakeHistory(), app, ControllerMetrics(CollectorRegistry()))
+    body = world.get(f"/v1/pools/demo/series?class=default&since={NOW + 1}&limit=2").json()
+    assert (body["time"], body["values"]) == ([NOW + 3, NOW + 4], {"theta": [0.3, 0.4]})
+    alert = world.get("/v1/pools/demo/alerts?class=default").json()[0]
+    assert (alert["time"], alert["name"], alert["firing"]) == (NOW, "burn", True)
+    revision = world.get("/v1/pools/demo/policy/revisions").json()[0]
+    assert (revision["time"], revision["accepted"], revision["source"]) == (NOW, True, "policy.yaml")
+    assert world.get("/v1/pools/demo/decisions").json() == []
+    history.close()
 
 
 def test_a_broken_history_is_said_without_its_address(world: World) -> None:

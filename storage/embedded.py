@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +78,9 @@ class EmbeddedServer:
         """Start and wait until it answers. Raises StorageError that says why it does not, with the end of its log."""
         if self._process is not None:
             raise StorageError(f"the stream server in {self.directory} was started already")
-        binary = self._binary or _bundled_binary()
+        binary = shutil.which(self._binary or _bundled_binary())
+        if binary is None:
+            raise StorageError(f"{self._binary or _bundled_binary()} is not a program that can be run")
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = self._take_lock()

@@ -1,0 +1,99 @@
+"""Which databases are accepted, how SQLite is set up, and what an outage looks like."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from storage.database import Database
+from storage.errors import StorageError
+from storage.history import History
+from tests.support_storage import NOW, a_request
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "cannot be read"),
+        ("history.db", "cannot be read"),
+        ("sqlite://", "needs a file"),
+        ("sqlite:///:memory:", "needs a file"),
+        ("mysql://localhost/lenity", "not supported"),
+    ],
+)
+def test_a_url_that_cannot_be_used_says_what_to_write(url: str, message: str) -> None:
+    """At once, not at the first write."""
+    with pytest.raises(StorageError, match=message):
+        Database(url)
+
+
+def test_a_password_is_not_shown() -> None:
+    """Errors and status name the database, not the secret."""
+    assert "secret" not in str(Database("postgresql://me:secret@127.0.0.1:1/lenity"))
+
+
+def test_an_unreachable_server_is_a_storage_error() -> None:
+    """With the driver's reason and no statement."""
+    history = History("postgresql://me:secret@127.0.0.1:1/lenity")
+    with pytest.raises(StorageError, match="save a tick") as caught:
+        history.save_tick("chat", 1, NOW, requests=[a_request()])
+    assert "secret" not in str(caught.value)
+    assert "INSERT" not in str(caught.value)
+
+
+def test_sqlite_keeps_every_commit_and_readers_do_not_block(tmp_path: Path) -> None:
+    """WAL, synchronous, with a wait for the lock; directories are made."""
+    database = Database(f"sqlite:///{tmp_path / 'new' / 'history.db'}")
+    with database.reading("look") as connection:
+        found = {
+            p: connection.execute(text(f"PRAGMA {p}")).scalar() for p in ("journal_mode", "synchronous", "busy_timeout")
+        }
+    assert found == {"journal_mode": "wal", "synchronous": 2, "busy_timeout": 5000}
+    database.close()
+
+
+def test_a_writer_has_the_lock_from_its_first_statement(tmp_path: Path) -> None:
+    """So what it reads cannot change before it writes. A reader's transaction takes no lock."""
+    path = tmp_path / "history.db"
+    database = Database(f"sqlite:///{path}")
+    other = sqlite3.connect(path, timeout=0, isolation_level=None)
+    with database.reading("look") as connection:
+        connection.execute(text("SELECT 1"))
+        other.execute("BEGIN IMMEDIATE").connection.execute("ROLLBACK")
+    with database.writing("write") as connection:
+        connection.execute(text("SELECT 1"))
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+    other.close()
+    database.close()
+
+
+def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
+    """Somebody else's file is not overwritten."""
+    path = tmp_path / "history.db"
+    path.write_text("not a database, and long enough to be looked at as one" * 40)
+    with pytest.raises(StorageError, match="not a database"):
+        History(f"sqlite:///{path}").upgrade()
+
+
+def test_two_processes_that_read_then_write_lose_nothing(tmp_path: Path) -> None:
+    """Each claims a hundred epochs; two hundred different ones were given."""
+    url = f"sqlite:///{tmp_path / 'history.db'}"
+    history = History(url)
+    history.upgrade()
+    program = (
+        "import sys; from storage.history import History; h = History(sys.argv[1])\n"
+        "print(*[h.claim_epoch('chat', 'x', 1.0) for _ in range(100)])"
+    )
+    command = [sys.executable, "-c", program, url]
+    root = Path(__file__).parents[3]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) for _ in range(2)]
+    epochs = [int(e) for p in processes for e in p.communicate(timeout=60)[0].split()]
+    assert sorted(epochs) == list(range(1, 201))
+    assert history.current_epoch("chat") == 200
+    history.close()

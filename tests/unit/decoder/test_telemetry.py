@@ -132,6 +132,15 @@ def test_a_request_is_appended_after_the_blocks_of_its_rounds():
     assert sender.dropped_positions == sender.dropped_records == 0
 
 
+def test_blocks_are_numbered_on_from_one_flush_to_the_next():
+    stream = Stream()
+    sender = TelemetrySender(stream, "p", "w", "b", start=False)
+    for _ in range(3):
+        sender.on_round(trace())
+        assert sender.flush_once()
+    assert [b.seq for b in stream.blocks()] == [0, 1, 2]
+
+
 def test_enough_positions_are_sent_without_waiting_for_the_interval():
     stream = Stream()
     sender = TelemetrySender(stream, "p", "w", "b", flush_s=60, block_size=6)

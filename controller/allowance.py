@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from scipy.optimize import brentq
+
 from controller.burn import Burn
 
 if TYPE_CHECKING:
     from controller.bounds import Sequence
+    from policies.model import ClassPolicy
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,34 @@ class Reading:
     stale: bool
     labels_stale: bool
     burn: Burn
+
+
+def headroom(remaining: float, start: float, stop: float) -> float:
+    """How much of the plan may be spent: 1 from ``start`` up, linear, 0 at ``stop``; shares of the budget."""
+    if remaining >= start or remaining <= stop:
+        return float(remaining >= start)
+    return (remaining - stop) / (start - stop)
+
+
+def affordable_step(policy: ClassPolicy, r: Reading, most: float, step_labels: int, waiting: float) -> float:
+    """The largest rise above `tau_seen`, at most ``most``, that the budget bears if every extra touch is harmful.
+
+    Exposure lasts until ``step_labels`` forks of the new level are labelled, drawn at random (one deviation of bad luck
+    is allowed for), and ``waiting`` more requests pass while their labels are under way. 0 if none is affordable.
+    """
+    afford = min(policy.max_step_up, max(0.0, r.remaining - policy.stop)) * r.budget
+    if most <= 0 or afford <= 0 or policy.fork_cold <= 0:
+        return 0.0
+    labels = step_labels + math.sqrt(step_labels)
+
+    def excess(step: float) -> float:
+        touched = -math.expm1(-(r.tau_seen + step))
+        return step * (labels / (policy.fork_cold * touched) + waiting) - afford
+
+    if excess(most) <= 0:
+        return most
+    least = most * 1e-9
+    return float(brentq(excess, least, most)) if excess(least) < 0 else 0.0
 
 
 def state_of(r: Reading) -> str:

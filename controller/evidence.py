@@ -14,7 +14,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from storage.records import ForkRecord, QualityScore, RequestRecord
 
@@ -203,6 +203,43 @@ class EvidenceBuffer:
         for key, early in state["early"]:
             self._early[key] = early | ({"scores": _scores(early["scores"])} if "scores" in early else {})
         self._seen = OrderedDict.fromkeys(state["seen"])
+        return self
+
+
+class ScorerWatch:
+    """Which scorer version counts. A newcomer wins once; two scorers at once do not restart the evidence for ever.
+
+    A version that was replaced comes back only when its successor has been silent for a label's deadline.
+    """
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self._retired: list[str] = []
+        self._last_at = 0.0
+
+    def admit(self, version: str, now: float, deadline_s: float) -> Literal["known", "new", "retired"]:
+        """Whether a score of ``version`` counts; "new" has just replaced another version."""
+        if version != self.current:
+            if version in self._retired and now - self._last_at <= deadline_s:
+                return "retired"
+            before, self.current, self._last_at = self.current, version, now
+            self._retired = [v for v in self._retired if v != version][-15:]
+            if before is None:
+                return "known"
+            self._retired.append(before)
+            return "new"
+        self._last_at = now
+        return "known"
+
+    def to_state(self) -> list[Any]:
+        """JSON-able state that continues exactly."""
+        return [self.current, list(self._retired), self._last_at]
+
+    @classmethod
+    def from_state(cls, state: list[Any]) -> ScorerWatch:
+        """The watch that `to_state` described."""
+        self = cls()
+        self.current, self._retired, self._last_at = state[0], list(state[1]), state[2]
         return self
 
 

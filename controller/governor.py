@@ -14,13 +14,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from scipy.optimize import brentq
-
-from controller.allowance import AlertState, Allowance, Reading, alerts_of, explain, labels_for, state_of
+from controller.allowance import (
+    AlertState,
+    Allowance,
+    Reading,
+    affordable_step,
+    alerts_of,
+    explain,
+    headroom,
+    labels_for,
+    state_of,
+)
 from controller.bounds import Sequence, Staggered
 from controller.budget import UNKNOWN, LeaseBook, Ledger, level_of, level_tau
 from controller.burn import BurnMeter
-from controller.evidence import EvidenceBuffer
+from controller.evidence import EvidenceBuffer, ScorerWatch
 from storage.records import ForkRecord, QualityScore, RequestRecord
 
 if TYPE_CHECKING:
@@ -50,9 +58,7 @@ class Governor:
         self._sequences = Staggered(policy.window_s, K, 0.0)
         self._closed: dict[int, Sequence] = {}
         self._burn = BurnMeter(policy, 0.0)
-        self._scorer: str | None = None
-        self._retired: dict[str, None] = {}
-        self._last_score_at = 0.0
+        self._scorers = ScorerWatch()
         self._tau = 0.0
         self._matured = self._matured_at_step = 0
         self._last_request_at: float | None = None
@@ -96,21 +102,12 @@ class Governor:
             self._count("impossible_score")
             return
         version = f"{score.scorer}:{score.scorer_version}"
-        if self._scorer is None:
-            self._scorer = version
-        elif version != self._scorer:
-            # Two scorers at once must not restart the evidence again and again: the newcomer wins once, and the old one
-            # comes back only when the other has been silent for a label's deadline.
-            if version in self._retired and now - self._last_score_at <= self.policy.label_deadline_s:
-                self._count("retired_scorer")
-                return
-            self._retired[self._scorer] = None
-            self._retired.pop(version, None)
-            while len(self._retired) > 16:
-                del self._retired[next(iter(self._retired))]
-            self._scorer = version
+        verdict = self._scorers.admit(version, now, self.policy.label_deadline_s)
+        if verdict == "retired":
+            self._count("retired_scorer")
+            return
+        if verdict == "new":
             self.reset_evidence("scorer_version", now)
-        self._last_score_at = now
         self._buffer.add_score(score, now)
 
     def leased(self, epoch: int, seq: int, tau: float) -> None:
@@ -227,7 +224,7 @@ class Governor:
             spent_upper=spent_upper,
             budget=budget,
             remaining=remaining,
-            allowed=p.planned_loss * self._headroom(remaining),
+            allowed=p.planned_loss * headroom(remaining, p.start, p.stop),
             unproven=ledger.unproven(lambda epoch, level: (1 - proven(epoch, level)) * (epoch == self._epoch)),
             stale=self._last_request_at is None or now - self._last_request_at > min(STALE_S, p.window_s / K),
             labels_stale=since is not None and now - since > p.label_deadline_s,
@@ -241,50 +238,33 @@ class Governor:
             self._hold = ("fast_burn", now + p.cooldown_s)
             self._hold_detail = f"Lossless: the error budget is {r.burn.page}."
         elif self._hold is None and r.budget > 0 and r.remaining <= p.stop:
-            self._hold = ("exhausted", now)
-            self._hold_detail = (
-                f"Lossless: up to {r.spent_upper:.1f} of {r.budget:.1f} loss units of the window may be spent."
-            )
+            self._exhaust(r, now)
         if self._hold is None:
             return False
         kind, until = self._hold
         recovered = r.remaining >= (p.start + p.stop) / 2
         if kind == "fast_burn" and now >= until and not recovered:
-            self._hold = ("exhausted", now)
-            return True
+            self._exhaust(r, now)
         return now < until or not recovered or r.stale
+
+    def _exhaust(self, r: Reading, now: float) -> None:
+        self._hold = ("exhausted", now)
+        self._hold_detail = f"Lossless: {r.spent_upper:.1f} of {r.budget:.1f} loss units of the window may be spent."
 
     def _target(self, r: Reading, now: float) -> tuple[float, str]:
         """Touches per request that evidence and budget allow, and what limits them."""
-        pulled = "pull_back" if r.remaining < self.policy.start else ""
+        p = self.policy
+        pulled = "pull_back" if r.remaining < p.start else ""
         if not r.measured:
             return r.allowed, pulled or ("few_labels" if r.labelled else "certified")
         steady = r.allowed / r.upper
-        if r.unproven > self.policy.max_step_up * r.budget:
+        if r.unproven > p.max_step_up * r.budget:
             step, reason = 0.0, "unproven"
         else:
-            step, reason = self._affordable_step(r, steady, now), "step_up"
+            waiting = self._ledger.rate(now) * (self._buffer.delay_s or 0.0)
+            step, reason = affordable_step(p, r, steady - r.tau_seen, self.step_labels, waiting), "step_up"
         limit = max(r.allowed, r.tau_seen + step)
         return (steady, pulled or "steady") if steady <= limit else (limit, reason)
-
-    def _affordable_step(self, r: Reading, steady: float, now: float) -> float:
-        """The largest rise above `tau_seen` that the budget bears if every extra touch is harmful until labels say."""
-        p = self.policy
-        most = steady - r.tau_seen
-        afford = min(p.max_step_up, max(0.0, r.remaining - p.stop)) * r.budget
-        if most <= 0 or afford <= 0 or p.fork_cold <= 0:
-            return 0.0
-        labels = self.step_labels + math.sqrt(self.step_labels)  # drawn at random: allow for bad luck
-        waiting = self._ledger.rate(now) * (self._buffer.delay_s or 0.0)
-
-        def exposure(step: float) -> float:
-            touched = -math.expm1(-(r.tau_seen + step))
-            return step * (labels / (p.fork_cold * touched) + waiting)
-
-        if exposure(most) <= afford:
-            return most
-        least = most * 1e-9
-        return float(brentq(lambda x: exposure(x) - afford, least, most)) if exposure(least) < afford else 0.0
 
     def _loosen_slowly(self, tau: float, reason: str, r: Reading) -> tuple[float, str]:
         if tau <= self._tau:
@@ -338,12 +318,6 @@ class Governor:
     def _upper(self, sequence: Sequence) -> float:
         return max(U_FLOOR, sequence.upper_per_touch(self._sequences.split(1 - self.policy.confidence)))
 
-    def _headroom(self, remaining: float) -> float:
-        start, stop = self.policy.start, self.policy.stop
-        if remaining >= start or remaining <= stop:
-            return float(remaining >= start)
-        return (remaining - stop) / (start - stop)
-
     def _overdue(self, now: float) -> int:
         """Drawn forks that are later than labels usually are: charged as lost before their deadline says so."""
         usual = self._buffer.label_delay_s
@@ -388,8 +362,7 @@ class Governor:
         return self._now
 
     def _other_metric(self) -> None:
-        self._scorer = None
-        self._retired.clear()
+        self._scorers = ScorerWatch()
         self.reset_evidence("metric", self._now)
 
     def _count(self, name: str) -> None:
@@ -409,7 +382,7 @@ class Governor:
             "sequences": self._sequences.to_state(),
             "closed": [[epoch, s.to_state()] for epoch, s in self._closed.items()],
             "burn": self._burn.to_state(),
-            "scorer": [self._scorer, list(self._retired), self._last_score_at],
+            "scorers": self._scorers.to_state(),
             "tau": self._tau,
             "matured": [self._matured, self._matured_at_step],
             "seen_at": [self._last_request_at, self._unlabelled_since],
@@ -432,8 +405,7 @@ class Governor:
         self._sequences = Staggered.from_state(state["sequences"])
         self._closed = {epoch: Sequence.from_state(s) for epoch, s in state["closed"]}
         self._burn = BurnMeter.from_state(state["burn"], policy, self._now)
-        self._scorer, retired, self._last_score_at = state["scorer"]
-        self._retired = dict.fromkeys(retired)
+        self._scorers = ScorerWatch.from_state(state["scorers"])
         self._tau = state["tau"]
         self._matured, self._matured_at_step = state["matured"]
         self._last_request_at, self._unlabelled_since = state["seen_at"]

@@ -203,7 +203,7 @@ def regression(rng: np.random.Generator) -> Callable[[float], float]:
     return lambda t: 0.01 if t < at else 0.1
 
 
-# At most 2 of 40 windows may exceed the budget. A governor that exceeded it in exactly 5 % of windows would fail this in
+# At most 2 of 40 windows may exceed the budget. A governor that exceeded it in exactly 5 % of them would fail this in
 # about a third of seeds; this one exceeds it in none of 100 windows per case, and the seeds are fixed.
 @pytest.mark.parametrize(
     ("name", "loss"),

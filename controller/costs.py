@@ -151,10 +151,11 @@ class CostModel:
         return tuple(b for b in sorted(self._lines) if self._lines[b]["verify"].seen >= WARM_UP)
 
     def add(self, block: TokenBlock) -> None:
-        """Take in the rounds of one telemetry block; rounds without a measured target pass are left out."""
+        """Take in the rounds of one telemetry block; rounds that read a prompt, or without a
+        measured target pass, are left out."""
         rows = np.minimum(block.round_rows.astype(np.int64), BUCKETS[-1])
         bucket = np.array(BUCKETS)[np.searchsorted(BUCKETS, np.maximum(rows, 1))]
-        measured = block.round_verify_s > 0
+        measured = (block.round_verify_s > 0) & (block.round_prefill == 0)
         width = block.round_width.astype(np.float64)
         seconds = {
             "draft": block.round_draft_s.astype(np.float64),

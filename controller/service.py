@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from storage.history import History
 from storage.leader import single_controller
 
-from controller.api import create_app
+from controller.api import BoardServer, create_app
 from controller.clock import SteadyClock
 from controller.jobs import Ticker
 from controller.loop import FencedOff, LoopConfig, PoolLoop
@@ -87,9 +87,17 @@ class Service:
         registry = CollectorRegistry()
         ControllerMetrics(registry, self.board)
         self.app = create_app(self.board, self.history, ready=self.ready, clock=self.clock.now, registry=registry)
-        self.server = uvicorn.Server(
-            uvicorn.Config(self.app, host=config.host, port=config.port, log_config=None, timeout_graceful_shutdown=3)
+        options = uvicorn.Config(
+            self.app,
+            host=config.host,
+            port=config.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
         )
+        self.server = BoardServer(options, self.board)
 
     def tick(self, now: float) -> None:
         """One tick of every pool."""

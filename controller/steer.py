@@ -12,7 +12,7 @@ import numpy as np
 from controller.costs import CostModel
 from controller.estimate import CurveEstimator
 from controller.governor import Allowance, Governor
-from controller.solve import Solution, choose, solve
+from controller.solve import Solution, choose, gain_noise, solve
 from policies.errors import SolveError
 from policies.model import ClassPolicy
 from storage.records import (
@@ -30,8 +30,9 @@ from storage.records import (
 
 DEFAULT_G = 4  # block length while nothing has been measured
 LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
+MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
+NOISE_FACTOR = 1.0
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
-BUCKETS = (1, 2, 4, 8, 16, 32)
 _KEPT_ARMS = 5_000
 
 
@@ -94,6 +95,7 @@ class ClassSteer:
         self.governor = Governor(policy, self.rule)
         self.meter = Meter(meter_s)
         self.solution: Solution | None = None
+        self._held: dict[int, int] = {}  # block length in use, by batch bucket
         self.allowance: Allowance | None = None
         self.decision: Decision | None = None
         self.totals: dict[str, float] = {}
@@ -107,9 +109,8 @@ class ClassSteer:
             self.solution = None
         if rule_changed:
             self.rule = policy.rules[0]
-            self.governor = Governor(policy, self.rule)
-        else:
-            self.governor.set_policy(policy, now)
+            self.governor.reset_evidence("rule", now, self.rule)
+        self.governor.set_policy(policy, now)
         self.policy = policy
 
     def observe_block(self, block: TokenBlock, now: float) -> None:
@@ -176,6 +177,7 @@ class ClassSteer:
             reason, explanation = allowance.reason, allowance.explanation
         except SolveError as e:
             self.solution = None
+            self._held.clear()
             table, caps = [KnobRow(1, min(DEFAULT_G, self.policy.g_max), 0.0, 0.0)], []
             reason, explanation = "learning", f"Lossless while acceptance and costs are being measured: {e}."
         lenient = self.solution is not None and self.solution.theta > 0
@@ -218,10 +220,10 @@ class ClassSteer:
         return self.decision
 
     def _solve(self, allowance: Allowance) -> tuple[list[KnobRow], list[CapRow]]:
-        """Knobs per batch bucket, and per share of the loss budget. Sets `solution` for batches of one."""
+        """Knobs per batch bucket, and per share of the loss budget. Sets `solution` to the one that touches most."""
         curve = self.estimator.curve()
 
-        def best(rows: int, share: float = 1.0) -> Solution:
+        def best(rows: int, share: float = 1.0, fixed_g: int | None = None) -> Solution:
             return solve(
                 curve,
                 self.costs.draft_s(rows),
@@ -230,18 +232,23 @@ class ClassSteer:
                 d_allowed=allowance.d_allowed * share,
                 max_theta=self.policy.max_theta,
                 g_max=self.policy.g_max,
+                fixed_g=fixed_g,
             )
 
         table: list[KnobRow] = []
-        for rows in self.costs.seen_buckets or (1,):
+        solutions: list[Solution] = []
+        for rows in self.costs.seen_buckets:
             found = best(rows)
-            if rows == 1:
-                found = choose(self.solution, found)
-                self.solution = found
+            held = self._held.get(rows)
+            if held is not None and held != found.g:
+                current = best(rows, fixed_g=held)
+                found = choose(current, found, max(MIN_GAIN, NOISE_FACTOR * gain_noise(curve, current, found)))
+            self._held[rows] = found.g
+            solutions.append(found)
             table.append(KnobRow(rows, found.g, found.theta, found.rho))
-        if self.solution is None:
-            self.solution = best(table[0].batch)
-        caps = [CapRow(share, s.theta, s.rho) for share in CAP_SHARES for s in (best(1, share),)]
+        self.solution = max(solutions, key=lambda s: s.touches_per_token_upper)
+        first = table[0]
+        caps = [CapRow(share, s.theta, s.rho) for share in CAP_SHARES for s in (best(first.batch, share, first.g),)]
         return table, caps
 
     def _planned_touches(self, allowance: Allowance) -> float:
@@ -289,7 +296,7 @@ class ClassSteer:
             "meter": self.meter.to_state(),
             "totals": dict(self.totals),
             "arms": list(self._arms.items()),
-            "solution": None if self.solution is None else asdict(self.solution),
+            "held": [[rows, g] for rows, g in self._held.items()],
         }
 
     @classmethod
@@ -307,9 +314,8 @@ class ClassSteer:
         self.meter.restore(state["meter"])
         self.totals.update(state["totals"])
         self._arms.update(state["arms"])
-        if state["rule"] == self.rule:
-            self.governor = Governor.from_state(state["governor"], policy, self.rule)
-            if state["g_max"] == policy.g_max:
-                self.estimator = CurveEstimator.from_state(state["estimator"])
-                self.solution = None if state["solution"] is None else Solution(**state["solution"])
+        self.governor = Governor.from_state(state["governor"], policy, self.rule)
+        if (state["rule"], state["g_max"]) == (self.rule, policy.g_max):
+            self.estimator = CurveEstimator.from_state(state["estimator"])
+            self._held.update(dict(state["held"]))
         return self

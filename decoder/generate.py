@@ -236,7 +236,7 @@ class Engine:
                     rows=1,
                     width=width,
                     emitted=row.emitted - done,
-                    first=first,
+                    prefill=length - 1 if first else 0,
                     draft_s=draft_s,
                     verify_s=verify_s,
                     overhead_s=time.perf_counter() - began - draft_s - verify_s,

@@ -105,6 +105,7 @@ def _block(group: list[Round], pool: str, worker: str, boot: str, seq: int) -> T
         round_rows=per_round([t.rows for t in traces], "<u2"),
         round_width=per_round([t.width for t in traces], "<u2"),
         round_emitted=per_round([t.emitted for t in traces], "<u4"),
+        round_prefill=per_round([t.prefill for t in traces], "<u4"),
         round_draft_s=seconds([t.draft_s for t in traces]),
         round_verify_s=seconds([t.verify_s for t in traces]),
         round_overhead_s=seconds([t.overhead_s for t in traces]),

@@ -34,8 +34,9 @@ _MAX_NUMBER = 1e11  # as Unix seconds the year 5138: every scalar can be a time,
 class TokenBlock:
     """Telemetry of a run of draft-verify rounds of one traffic class under one lease.
 
-    Per round (arrays of shape [rounds]): rows in the batch, width drafted, tokens emitted over all rows, and seconds
-    spent drafting, verifying and in between. Per drafted position (shape [n]): the request's row within this block,
+    Per round (arrays of shape [rounds]): rows in the batch, width drafted, tokens emitted over all rows, prompt tokens
+    that its passes had to read first (0 for all but first rounds), and seconds spent drafting, verifying and in
+    between. Per drafted position (shape [n]): the request's row within this block,
     the round's index within this block, the position in its block from 1, the scalars of DESIGN 2.4, the knob
     ``theta`` applied there (0 on structured spans, in holdback, under a cap or an expired lease) and flag bits
     EXAMINED, ACCEPTED, TOUCH, PINNED. Duplicates share (worker, boot, seq).
@@ -53,6 +54,7 @@ class TokenBlock:
     round_rows: npt.NDArray[np.uint16]
     round_width: npt.NDArray[np.uint16]
     round_emitted: npt.NDArray[np.uint32]
+    round_prefill: npt.NDArray[np.uint32]
     round_draft_s: npt.NDArray[np.float32]
     round_verify_s: npt.NDArray[np.float32]
     round_overhead_s: npt.NDArray[np.float32]
@@ -74,6 +76,7 @@ class TokenBlock:
         "round_rows": "<u2",
         "round_width": "<u2",
         "round_emitted": "<u4",
+        "round_prefill": "<u4",
         "round_draft_s": "<f4",
         "round_verify_s": "<f4",
         "round_overhead_s": "<f4",

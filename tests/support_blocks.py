@@ -74,6 +74,7 @@ def make_block(
         round_rows=np.full(rounds, rows, dtype=np.uint16),
         round_width=length.astype(np.uint16),
         round_emitted=emitted.astype(np.uint32),
+        round_prefill=np.zeros(rounds, dtype=np.uint32),
         round_draft_s=seconds(draft_s) * (length > 0),
         round_verify_s=seconds(verify_s),
         round_overhead_s=seconds(overhead_s),

@@ -39,6 +39,7 @@ def a_block(pool: str = "chat", seq: int = 0, positions: int = 8, **changes: Any
         "round_rows": np.ones(rounds, np.uint16),
         "round_width": np.full(rounds, 8, np.uint16),
         "round_emitted": np.full(rounds, 5, np.uint32),
+        "round_prefill": np.zeros(rounds, np.uint32),
         "request": np.zeros(positions, np.uint16),
         "round": (np.arange(positions) // 8).astype(np.uint32),
         "position": (np.arange(positions) % 8 + 1).astype(np.uint8),

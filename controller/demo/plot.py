@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-from storage.history import History, Point
 
 from controller.demo.show import Phase
+from storage.history import History, Point
 
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 INK, BLUE, ORANGE, GREEN, RED = "#1b1f24", "#2563a8", "#c2611f", "#2e7d4f", "#b3261e"
 
@@ -92,13 +93,13 @@ def _column(points: Sequence[Point], key: str, started: float) -> tuple[list[flo
     return times, values
 
 
-def _mark(axis: plt.Axes, phases: Sequence[Phase], started: float) -> None:
+def _mark(axis: Axes, phases: Sequence[Phase], started: float) -> None:
     for i, phase in enumerate(phases):
         if phase.started and i % 2:
             axis.axvspan(phase.started - started, phase.ended - started, color="#000000", alpha=0.045, linewidth=0)
 
 
-def _firing(axis: plt.Axes, history: History, pool: str, started: float) -> None:
+def _firing(axis: Axes, history: History, pool: str, started: float) -> None:
     """Mark the moments at which an alert started."""
     for alert in history.alerts(pool, "default", started, 100):
         if alert.firing:

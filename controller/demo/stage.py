@@ -15,7 +15,6 @@ from typing import Any, TextIO
 import httpx
 
 from storage.embedded import EmbeddedServer
-from storage.errors import StorageError
 from storage.records import RequestRecord, from_fields
 from storage.stream import connect, telemetry_key
 
@@ -133,7 +132,8 @@ class Stage:
 
     def world(self, settings: Mapping[str, str]) -> None:
         """Change the traffic (`domain`) or what a good answer is (`scorer`)."""
-        self._client.hset(f"lenity:{POOL}:demo", mapping=dict(settings))
+        for name, value in settings.items():
+            self._client.hset(f"lenity:{POOL}:demo", name, value)
         self._client.expire(f"lenity:{POOL}:demo", 3600)
 
     def edit_policy(self, text: str) -> None:
@@ -144,22 +144,17 @@ class Stage:
 
     def served_since(self, started: float, limit: int = 500) -> list[RequestRecord]:
         """Requests on the stream that began at `started` (Unix seconds) or later, oldest first."""
-        try:
-            entries = self._client.xrevrange(telemetry_key(POOL), count=limit)
-        except StorageError:
-            return []
-        found = []
-        for _, fields in entries:
-            if fields.get(b"kind") == b"request":
-                record = from_fields(fields)
-                if isinstance(record, RequestRecord) and record.started >= started:
-                    found.append(record)
-        return found[::-1]
+        newest = self._client.xrevrange(telemetry_key(POOL), count=limit)
+        return [r for r in _requests(newest)[::-1] if r.started >= started]
 
     def count_requests(self) -> int:
         """Distinct requests on the whole stream."""
-        entries = self._client.xrange(telemetry_key(POOL))
-        return len({from_fields(f).request_id for _, f in entries if f.get(b"kind") == b"request"})  # type: ignore[union-attr]
+        return len({r.request_id for r in _requests(self._client.xrange(telemetry_key(POOL)))})
+
+
+def _requests(entries: Any) -> list[RequestRecord]:
+    records = [from_fields(fields) for _, fields in entries if fields.get(b"kind") == b"request"]
+    return [r for r in records if isinstance(r, RequestRecord)]
 
 
 def _free_port() -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from storage.history import History
 
 from controller.demo.show import Phase
+from storage.history import History
 
 
 def print_summary(
@@ -28,7 +28,7 @@ def print_summary(
     for p in phases:
         if not p.started:
             continue
-        r = history.requests_between(pool, p.started, p.ended)
+        r = history.requests_between(pool, p.started, p.ended, by="started")
         table.add_row(
             f"{'✓' if p.ok else '✗'} ({p.key})",
             f"{r['requests']:.0f}",

@@ -32,7 +32,7 @@ def trace(request_id: str = "r1", width: int = 3, held: Knobs | None = None, cls
         rows=1,
         width=width,
         emitted=width + 1,
-        first=False,
+        prefill=0,
         draft_s=0.001,
         verify_s=0.002,
         overhead_s=0.0005,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -48,7 +49,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     try:
         with quiet():
             return LlamaForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, SafetensorError) as e:
         raise ModelError(f"cannot load the model in {path}: {e}") from e
 
 

@@ -1,9 +1,9 @@
-"""Trains the bundled pair: ``python -m decoder.demo.train --all`` (about 25 minutes on one core).
+"""Trains the bundled pair: ``python -m decoder.demo.train --all`` (about 35 minutes on one core).
 
-Three steps, all on generated problems, each a fixed number of optimizer steps from a fixed seed: the draft; the target
-on easy and wide problems; the target again on easy and hard ones. Only solutions are learnt, prompts are masked. Muon
-moves the matrices, AdamW the embeddings and norms. The matrix products run in bfloat16, so another kind of CPU or
-another thread count may round differently; the recipes below are what the bundled weights were made with (one thread).
+Four steps, all on generated problems, each a fixed number of optimizer steps from a fixed seed: the draft; the target
+on easy and wide problems, then twice more on easy and hard ones with lower rates. Only solutions are learnt, prompts are
+masked. Muon moves the matrices, AdamW the embeddings and norms. The matrix products run in bfloat16, so another kind of
+CPU or another thread count may round differently; the bundled weights were made with these recipes and one thread.
 
 Weights are saved in fp16 with ``"dtype": "float32"`` in config.json, so that they load, and run, in fp32.
 """
@@ -61,7 +61,7 @@ RECIPES = (
     Recipe("draft", "draft", 0.15, "wide", hidden=128, layers=1, feed_forward=256, heads=4, steps=700),
     Recipe("target_stage1", "target", 0.4, "wide", hidden=192, layers=6, feed_forward=512, heads=6, steps=2200),
     Recipe(
-        "target",
+        "target_stage2",
         "target",
         0.4,
         "hard",
@@ -74,6 +74,21 @@ RECIPES = (
         muon_lr=0.01,
         seed=2,
         init="target_stage1",
+    ),
+    Recipe(
+        "target",
+        "target",
+        0.25,
+        "hard",
+        hidden=192,
+        layers=6,
+        feed_forward=512,
+        heads=6,
+        steps=900,
+        lr=1e-3,
+        muon_lr=0.008,
+        seed=3,
+        init="target_stage2",
     ),
 )
 
@@ -206,7 +221,7 @@ def save(model: Any, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--all", action="store_true", help="the tokenizer and all three steps")
+    what.add_argument("--all", action="store_true", help="the tokenizer and all four steps")
     what.add_argument("--only", choices=[r.name for r in RECIPES], help="one step (its init must be in --out)")
     parser.add_argument("--out", type=Path, default=Path("build/demo_pair"), help="directory for the models")
     args = parser.parse_args()

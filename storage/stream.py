@@ -176,15 +176,18 @@ class StreamReader:
 
     def lag(self) -> int:
         """Entries on the stream that this group has not been given yet."""
-        info = self._stream_info()
-        if info is None:
-            return 0
-        group = self._group_info()
-        if group is not None and isinstance(group.get("lag"), int):
-            return max(0, int(group["lag"]))
-        if self._ordinal is not None:
-            return max(0, int(info["entries-added"]) - self._ordinal)
-        return int(info["length"])
+        try:
+            groups = self._client.xinfo_groups(self._key)
+            group = next((g for g in groups if g["name"] == self._group.encode()), None)
+            if group is not None and group.get("lag") is not None:
+                return max(0, int(group["lag"]))
+            info = self._client.xinfo_stream(self._key)
+        except redis.RedisError as e:
+            if isinstance(e, redis.ResponseError) and "no such key" in str(e):
+                return 0
+            raise StorageError(f"{self._key}: {e}") from e
+        # The server cannot tell: the group was made in the middle of the stream and has not come to its end yet.
+        return max(0, int(info["entries-added"]) - self._ordinal) if self._ordinal is not None else int(info["length"])
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -311,10 +314,6 @@ class StreamReader:
             raise StorageError(f"{self._key}: {e}") from e
         except redis.RedisError as e:
             raise StorageError(f"{self._key}: {e}") from e
-
-    def _group_info(self) -> dict[str, Any] | None:
-        groups = attempt(lambda: self._client.xinfo_groups(self._key), self._key)
-        return next((g for g in groups if g["name"] == self._group.encode()), None)
 
 
 def _entries(reply: Any) -> list[RawEntry]:

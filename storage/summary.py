@@ -81,17 +81,25 @@ def requests_between(
 
 
 def _paired(connection: Connection, chosen: list[Any]) -> dict[str, Any]:
-    served, fork, r = scores.alias("served"), scores.alias("fork"), requests.c
-    same = [served.c[n] == fork.c[n] for n in ("pool", "request_id", "metric", "scorer", "scorer_version")]
-    held_back = r.arm == "holdback"
-    lossless = func.sum(case((held_back, served.c.score), else_=fork.c.score))
-    lenient = func.sum(case((held_back, fork.c.score), else_=served.c.score))
+    r, s = requests.c, scores.c
+    paired = (
+        select(
+            r.arm,
+            func.max(case((s.branch == "served", s.score))).label("served"),
+            func.max(case((s.branch == "fork", s.score))).label("fork"),
+        )
+        .join_from(requests, scores, and_(s.pool == r.pool, s.request_id == r.request_id))
+        .where(*chosen, r.touches > 0)
+        .group_by(r.request_id, r.arm, s.metric, s.scorer, s.scorer_version)
+        .having(func.count() == 2)
+        .subquery()
+    )
+    pair = paired.c
+    held_back = pair.arm == "holdback"
+    lossless = func.sum(case((held_back, pair.served), else_=pair.fork))
+    lenient = func.sum(case((held_back, pair.fork), else_=pair.served))
     row = connection.execute(
         select(func.count().label("n"), lossless.label("lossless"), lenient.label("lenient"))
-        .select_from(requests)
-        .join(served, and_(served.c.pool == r.pool, served.c.request_id == r.request_id, served.c.branch == "served"))
-        .join(fork, and_(*same, fork.c.branch == "fork"))
-        .where(*chosen, r.touches > 0)
     ).one()
     a, b = float(row.lossless or 0.0), float(row.lenient or 0.0)
     return {"n": row.n, "lossless_sum": a, "lenient_sum": b, "loss_sum": a - b}

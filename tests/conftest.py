@@ -168,14 +168,15 @@ class PostgresServer:
         ) as connection:
             connection.execute(statement)
 
-    def url(self, name: str) -> str:
-        """The URL of a database on this server."""
-        return f"postgresql://{self.user}@/{name}?host={self.directory}"
+    @property
+    def url(self) -> str:
+        """The URL of this server's database."""
+        return f"postgresql://{self.user}@/postgres?host={self.directory}"
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL server, shared by the session; each test has a database of its own."""
+    """A PostgreSQL server, shared by the session; each test begins with its database empty."""
     with PostgresServer() as server:
         yield server
 
@@ -187,10 +188,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
         yield f"sqlite:///{tmp_path / 'history.db'}"
         return
     server = request.getfixturevalue("postgres")
-    name = f"test_{next(_numbers)}"
-    server.execute(f"CREATE DATABASE {name}")
-    yield server.url(name)
-    server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    server.execute("DROP SCHEMA public CASCADE")
+    server.execute("CREATE SCHEMA public")
+    yield server.url
 
 
 @pytest.fixture

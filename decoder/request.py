@@ -1,4 +1,4 @@
-"""What goes into the decoder and what comes out: knobs, requests, round traces, completions. No torch here."""
+"""What goes into the decoder and what comes out: knobs, requests, round traces, completions."""
 
 from __future__ import annotations
 

@@ -72,15 +72,14 @@ def verify(
     token is plain sampling from the target.
     """
     scalars = scalars_of(block)
-    a0 = lossless_accept(scalars)
-    passed0 = _passes(accept_uniforms, a0, block.widths)
-    lossless = _branch(block, passed0, residual_uniforms)
+    passed = _passes(accept_uniforms, lossless_accept(scalars), block.widths)
     if rule is None or rule.name == "lossless":
-        return Verdict(lossless, lossless, torch.zeros_like(passed0), scalars)
-    passed = _passes(accept_uniforms, accept_prob(rule, scalars, theta, rho), block.widths)
-    lenient = _branch(block, passed, residual_uniforms)
-    touch = passed & ~passed0 & (torch.arange(passed.shape[-1], device=passed.device) < lenient.accepted[:, None])
-    return Verdict(lossless, lenient, touch, scalars)
+        lossless = _branches(block, passed.unsqueeze(0), residual_uniforms)[0]
+        return Verdict(lossless, lossless, torch.zeros_like(passed), scalars)
+    passed_rule = _passes(accept_uniforms, accept_prob(rule, scalars, theta, rho), block.widths)
+    lossless, lenient = _branches(block, torch.stack([passed, passed_rule]), residual_uniforms)
+    examined = torch.arange(passed.shape[-1], device=passed.device) <= lenient.accepted.unsqueeze(-1)
+    return Verdict(lossless, lenient, passed_rule & ~passed & examined, scalars)
 
 
 def scalars_of(block: Block) -> Scalars:
@@ -124,14 +123,17 @@ def _passes(uniforms: Tensor, accept: Tensor, widths: Tensor | None) -> Tensor:
     return passed
 
 
-def _branch(block: Block, passed: Tensor, uniforms: Tensor) -> Branch:
-    """Accept up to the first token that does not pass, then draw the one after."""
+def _branches(block: Block, passed: Tensor, uniforms: Tensor) -> list[Branch]:
+    """Accept up to the first token that does not pass, then draw the one after; for each of ``passed`` [K, B, g]."""
+    rows, g = block.tokens.shape
     accepted = passed.long().cumprod(-1).sum(-1)
-    rows = torch.arange(len(accepted), device=accepted.device)
-    p = block.target_probs[rows, accepted]
-    g = block.tokens.shape[-1]
+    row = torch.arange(rows, device=accepted.device)
+    flat = (accepted + row * (g + 1)).flatten()
+    p = block.target_probs.flatten(0, 1).index_select(0, flat)
     if g:
+        # Nothing was drafted at the bonus position: q = 0, and the residual is p itself.
         drafted = accepted < (g if block.widths is None else block.widths)
-        q = block.draft_probs[rows, accepted.clamp_max(g - 1)] * drafted[:, None]
-        p = residual(p, q)
-    return Branch(accepted, draw(p, uniforms[rows, accepted]))
+        q = block.draft_probs.flatten(0, 1).index_select(0, (accepted.clamp_max(g - 1) + row * g).flatten())
+        p = residual(p, q * drafted.flatten().unsqueeze(-1))
+    tokens = draw(p, uniforms.flatten().index_select(0, flat)).view(accepted.shape)
+    return [Branch(*outcome) for outcome in zip(accepted, tokens, strict=True)]

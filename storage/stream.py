@@ -110,7 +110,6 @@ class StreamReader:
         self._last = "0-0"  # newest id handed out
         self._last_fields: dict[bytes, bytes] | None = None  # and what it said
         self._floor = "0-0"  # ids up to here are in the caller's snapshot
-        self._pending_from: str | None = "0-0"  # own entries after this id may be pending unseen; None: none are
         self._ordinal: int | None = None  # how many entries the stream ever had up to the group's position
         self._next_trim = 0.0
 
@@ -120,10 +119,8 @@ class StreamReader:
         A stream that does not continue the one of `last_id` (the server lost that) is read from its start.
         """
         _parse_id(last_id)
-        self._last_fields = None
-        if self._continues(last_id):
-            self._floor = self._last = last_id
-        self._pending_from = "0-0"
+        self._last, self._last_fields = "0-0", None
+        self._floor = last_id if self._continues(last_id) else "0-0"
 
     def read(self, max_entries: int = 2000, block_ms: int = 0) -> list[Entry]:
         """The next entries in stream order, at most `max_entries`.
@@ -145,9 +142,6 @@ class StreamReader:
             self._create_group()
             return self._read(max_entries, wait_ms)
         except redis.RedisError as e:
-            # The server may have delivered entries in a reply that never came: look among the pending ones next.
-            if self._pending_from is None:
-                self._pending_from = self._last
             raise StorageError(f"read {self._key}: {e}") from e
 
     def ack(self, ids: Iterable[str]) -> None:
@@ -192,49 +186,43 @@ class StreamReader:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _read(self, max_entries: int, block_ms: int) -> list[Entry]:
-        while self._pending_from is not None:
-            reply = self._client.xreadgroup(
-                self._group, self._consumer, {self._key: self._pending_from}, count=max_entries
-            )
-            raw = _entries(reply)
-            if not raw:
-                self._pending_from = None
-                break
-            kept = self._keep(raw)
-            self._pending_from = raw[-1][0]
-            if kept:
-                return kept
         while True:
-            raw = self._read_new(max_entries, block_ms)
-            if kept := self._keep(raw):
-                return kept
+            raw = self._ask(max_entries)
+            if not raw and block_ms > 0:
+                raw = _entries(
+                    self._client.xreadgroup(self._group, self._consumer, {self._key: ">"}, max_entries, block=block_ms)
+                )
+                self._ordinal = None if self._ordinal is None else self._ordinal + len(raw)
+                block_ms = 0
             if not raw:
                 return []
+            if kept := self._keep(raw):
+                return kept
 
-    def _read_new(self, max_entries: int, block_ms: int) -> list[RawEntry]:
+    def _ask(self, max_entries: int) -> list[RawEntry]:
+        """Own pending entries that were never handed out, if there are any, else new ones.
+
+        Both are asked for at one instant, every time: a read whose reply was lost may still be carried out later (by a
+        server that hung), and what it took is then pending and older than anything new. New entries that are not
+        returned because of it are pending from now on and come next.
+        """
         with self._client.pipeline(transaction=True) as pipe:
             pipe.xinfo_stream(self._key)
-            if self._ordinal is None:
-                pipe.xinfo_groups(self._key)
-            pipe.xreadgroup(self._group, self._consumer, {self._key: ">"}, count=max_entries)
+            pipe.xinfo_groups(self._key)
+            pipe.xreadgroup(self._group, self._consumer, {self._key: self._last}, max_entries)
+            pipe.xreadgroup(self._group, self._consumer, {self._key: ">"}, max_entries)
             replies = pipe.execute(raise_on_error=False)
         for reply in replies:
             if isinstance(reply, redis.ResponseError) and "no such key" in str(reply):
                 raise redis.ResponseError("NOGROUP the stream is gone")
             if isinstance(reply, Exception):
                 raise reply
-        raw = _entries(replies[-1])
-        self._count_lost(replies[0], replies[1] if len(replies) == 3 else (), len(raw), len(raw) < max_entries)
-        if not raw and block_ms > 0:
-            reply = self._client.xreadgroup(
-                self._group, self._consumer, {self._key: ">"}, count=max_entries, block=block_ms
-            )
-            raw = _entries(reply)
-            self._ordinal = None if self._ordinal is None else self._ordinal + len(raw)
-        return raw
+        info, groups, pending, new = replies
+        self._count_lost(info, groups, len(_entries(new)), max_entries)
+        return _entries(pending) or _entries(new)
 
     def _count_lost(
-        self, info: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], delivered: int, drained: bool
+        self, info: Mapping[str, Any], groups: Iterable[Mapping[str, Any]], delivered: int, asked: int
     ) -> None:
         """Entries leave a stream at its old end, so the number ever added minus its length is the ordinal of the newest
         one gone; whatever lies between the group's position and that one was never read."""
@@ -245,7 +233,7 @@ class StreamReader:
         if self._ordinal is not None:
             self.lost += max(0, gone - self._ordinal)
             self._ordinal = max(self._ordinal, gone) + delivered
-        if drained:
+        if delivered < asked:
             self._ordinal = added
 
     def _keep(self, raw: Sequence[RawEntry]) -> list[Entry]:
@@ -267,14 +255,16 @@ class StreamReader:
 
     def _create_group(self) -> None:
         """Make the group after the last id seen; from the start when the stream is a new one (flushed, failed over)."""
-        if not self._continues(self._last):
-            self._last, self._last_fields, self._floor = "0-0", None, "0-0"
+        seen = max(self._last, self._floor, key=_parse_id)
+        if not self._continues(seen):
+            self._last = self._floor = seen = "0-0"
+            self._last_fields = None
         try:
-            self._client.xgroup_create(self._key, self._group, id=self._last, mkstream=True)
+            self._client.xgroup_create(self._key, self._group, id=seen, mkstream=True)
         except redis.ResponseError as e:
             if not str(e).startswith("BUSYGROUP"):
                 raise
-        self._pending_from, self._ordinal = None, 0 if self._last == "0-0" else None
+        self._ordinal = 0 if seen == "0-0" else None
 
     def _continues(self, last: str) -> bool:
         """Whether the stream is the one in which `last` was read, or can be treated as such.
@@ -287,7 +277,7 @@ class StreamReader:
             return False
         there = _entries([(self._key, self._client.xrange(self._key, last, last))])
         if there:
-            return self._last_fields is None or there[0][1] == self._last_fields
+            return last != self._last or self._last_fields is None or there[0][1] == self._last_fields
         return info["first-entry"] is None or _parse_id(info["first-entry"][0]) > _parse_id(last)
 
     def _trim(self) -> None:

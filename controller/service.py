@@ -11,8 +11,6 @@ from pathlib import Path
 import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry
-from storage.history import History
-from storage.leader import single_controller
 
 from controller.api import BoardServer, create_app
 from controller.clock import SteadyClock
@@ -21,6 +19,8 @@ from controller.loop import FencedOff, LoopConfig, PoolLoop
 from controller.metrics import ControllerMetrics
 from controller.view import Board
 from policies.reload import PolicyFile
+from storage.history import History
+from storage.leader import single_controller
 from storage.stream import LeaseStore, StreamReader, connect
 
 log = structlog.get_logger(__name__)

@@ -234,8 +234,10 @@ def _faults(error: ValidationError, data: Any, lines: dict[Path, int], path: str
         where: Path = tuple(str(part) for part in fault["loc"] if part != "[key]")
         context = fault.get("ctx", {})
         if fault["type"] == "conflict":
-            for candidates, message in context["faults"]:
+            for candidates, text in context["faults"]:
                 chosen = next((c for c in candidates if c in lines), candidates[0])
+                unwritten = chosen != candidates[0]
+                message = f"the default of {_dotted(candidates[0])} {text}; write it out" if unwritten else text
                 yield InvalidPolicy(message, path=path, line=_nearest(chosen, lines), key=_dotted(chosen))
         elif fault["type"] != "default_factory_not_called":  # the generated alerts wait for a valid objective
             message = _message(fault["type"], fault["msg"], context, where, _dig(data, where))

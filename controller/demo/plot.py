@@ -52,7 +52,8 @@ def plot_run(history: History, pool: str, phases: Sequence[Phase], started: floa
         axis.grid(axis="y", alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.3 * max(0.1, axis.get_ylim()[1]))
+        axis.set_xlim(left=0)
         if len(lines) > 1:
             axis.legend(loc="upper left", fontsize=8, frameon=False, ncols=len(lines))
         _mark(axis, phases, started)

@@ -142,7 +142,7 @@ class Stage:
         temporary.write_text(text)
         temporary.replace(self.policy_path)
 
-    def served_since(self, started: float, limit: int = 500) -> list[RequestRecord]:
+    def served_since(self, started: float, limit: int = 3000) -> list[RequestRecord]:
         """Requests on the stream that began at `started` (Unix seconds) or later, oldest first."""
         newest = self._client.xrevrange(telemetry_key(POOL), count=limit)
         return [r for r in _requests(newest)[::-1] if r.started >= started]

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -292,7 +292,7 @@ def _point_row(point: Point) -> dict[str, Any]:
 
 
 def _fields(record: Any, **more: Any) -> dict[str, Any]:
-    return {name: _clean(v) if isinstance(v, str) else v for name, v in asdict(record).items()} | more
+    return {name: _clean(v) if isinstance(v, str) else v for name, v in vars(record).items()} | more
 
 
 def _clean(text: str) -> str:

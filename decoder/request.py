@@ -59,8 +59,8 @@ class Request:
 class RoundTrace:
     """What one round saw. Seconds are wall time; what is neither drafting nor the target's pass is overhead.
 
-    ``width`` tokens were drafted and ``emitted`` come out. ``prefill`` prompt tokens were
-    read besides (0 after the first round). The arrays have one entry per drafted position, examined or not: the scalars of
+    ``width`` tokens were drafted and ``emitted`` come out. ``prefill`` prompt tokens were read besides (0 after the
+    first round). The arrays have one entry per drafted position, examined or not: the scalars of
     `policies.rules.Scalars`, the knob ``theta`` in force there (0 when lossless, pinned or in holdback), and flag bits
     of `storage.records`. The touch that holdback turns into a rejection is EXAMINED and TOUCH but not ACCEPTED, and has
     the knob under which it was one; theta is 0 from right after it.

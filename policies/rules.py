@@ -11,7 +11,8 @@ goes. A mixing weight ``rho`` in [0, 1] makes drift rise smoothly from zero: ``A
 
 A hard-masked token (``target_prob_raw == 0``) is never accepted by any rule at any knob.
 
-To add a rule, decorate one function with `register`; sweeps, tests and tables read `RULES`.
+To add a rule, decorate one function with `register`; sweeps, tests and tables read `RULES`. Forms that are not
+completed, as their papers published them, have a registry of their own (`policies.published`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 Array = Any  # a NumPy array or a torch tensor; all arguments of one call are of one kind and broadcast together
+
+# Knobs that a sweep compares when a rule names none: from a little leniency to nearly all of it.
+DEFAULT_KNOBS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
 
 
 class Scalars(NamedTuple):
@@ -48,25 +52,31 @@ class Rule:
     ``lenient(scalars, theta, lossless)`` returns the rule's own acceptance probability; `accept_prob` completes it,
     mixes it, and applies the zero knob and the hard mask. ``draft_confidence`` marks rules that read only ``q`` or
     compare ``max q``: with a drafter that emits one token deterministically (one-hot ``q``) they would accept
-    everything, and are refused with it.
+    everything, and are refused with it. ``knobs`` are the values in (0, 1] that a sweep compares;
+    those of the rules here spread drift from about .01 to all there is on the bundled pair at temperature 1.
     """
+
+    completed: ClassVar[bool] = True
 
     name: str
     source: str
     lenient: Callable[[Scalars, Array, Array], Array]
     draft_confidence: bool = False
+    knobs: tuple[float, ...] = DEFAULT_KNOBS
 
 
 RULES: dict[str, Rule] = {}
 
 
-def register(name: str, source: str, *, draft_confidence: bool = False) -> Callable[..., Any]:
+def register(
+    name: str, source: str, *, draft_confidence: bool = False, knobs: tuple[float, ...] = DEFAULT_KNOBS
+) -> Callable[..., Any]:
     """Add a rule to the registry under ``name`` (a decorator); raises ValueError if the name is taken."""
 
     def add(lenient: Callable[[Scalars, Array, Array], Array]) -> Callable[[Scalars, Array, Array], Array]:
         if name in RULES:
             raise ValueError(f"rule {name!r} is already registered")
-        RULES[name] = Rule(name, source, lenient, draft_confidence)
+        RULES[name] = Rule(name, source, lenient, draft_confidence, knobs)
         return lenient
 
     return add
@@ -82,7 +92,7 @@ def get_rule(name: str) -> Rule:
 
 def lossless_accept(s: Scalars) -> Array:
     """``A0(x) = min(1, p(x)/q(x))``, in [0, 1]; 0 where the target's probability is 0, also for ``q(x) = 0``."""
-    xp = _namespace(s.target_prob)
+    xp = namespace(s.target_prob)
     q = s.draft_prob
     ratio = s.target_prob / xp.where(q > 0, q, xp.ones_like(q))
     a0 = xp.where(q > 0, xp.clip(ratio, 0.0, 1.0), xp.where(s.target_prob > 0, xp.ones_like(q), xp.zeros_like(q)))
@@ -95,7 +105,7 @@ def accept_prob(rule: Rule, s: Scalars, theta: Array | float, rho: Array | float
     ``theta`` and ``rho`` are scalars or arrays in [0, 1] that broadcast against the scalars (a leading axis of knobs
     evaluates a whole curve at once). Returns values in ``[A0, 1]``; exactly ``A0`` where either of them is 0.
     """
-    xp = _namespace(s.target_prob)
+    xp = namespace(s.target_prob)
     a0 = lossless_accept(s)
     theta = _like(xp, theta, a0)
     rho = _like(xp, rho, a0)
@@ -107,64 +117,64 @@ def accept_prob(rule: Rule, s: Scalars, theta: Array | float, rho: Array | float
 
 def _certain(test: Array, a0: Array) -> Array:
     """1 where ``test`` holds, the lossless acceptance elsewhere: how the deferral rules are completed."""
-    xp = _namespace(a0)
+    xp = namespace(a0)
     return xp.where(test, xp.ones_like(a0), a0)
 
 
-@register("lossless", "Leviathan et al. 2023; Chen et al. 2023")
+@register("lossless", "Leviathan et al. 2023; Chen et al. 2023", knobs=())
 def _lossless(s: Scalars, theta: Array, a0: Array) -> Array:
     return a0
 
 
-@register("threshold", "case study Eq. 12, completed")
+@register("threshold", "case study Eq. 12, completed", knobs=(0.45, 0.5, 0.6, 0.8, 0.85, 0.95))
 def _threshold(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.target_prob >= (1 - theta) * s.draft_prob, a0)
 
 
-@register("forgive", "case study Eq. 6")
+@register("forgive", "case study Eq. 6", knobs=(0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
 def _forgive(s: Scalars, theta: Array, a0: Array) -> Array:
     # (p + theta (q - p)+) / q: the emitted law is exactly (1 - theta) p + theta q.
     return a0 + theta * (1 - a0)
 
 
-@register("lenience", "Leviathan et al. 2023, A.5, with l = 1 - 1/l_paper")
+@register("lenience", "Leviathan et al. 2023, A.5, with l = 1 - 1/l_paper", knobs=(0.2, 0.4, 0.6, 0.7, 0.8, 0.9))
 def _lenience(s: Scalars, theta: Array, a0: Array) -> Array:
-    xp = _namespace(a0)
+    xp = namespace(a0)
     scaled = (1 - theta) * s.draft_prob
     return xp.where(s.target_prob >= scaled, xp.ones_like(a0), s.target_prob / xp.where(scaled > 0, scaled, 1.0))
 
 
-@register("chow", "Narasimhan et al. 2025, Eq. 2", draft_confidence=True)
+@register("chow", "Narasimhan et al. 2025, Eq. 2", draft_confidence=True, knobs=(0.1, 0.2, 0.4, 0.5, 0.6, 0.8))
 def _chow(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.draft_max_raw >= 1 - theta, a0)
 
 
-@register("diff", "Narasimhan et al. 2025, Eq. 5", draft_confidence=True)
+@register("diff", "Narasimhan et al. 2025, Eq. 5", draft_confidence=True, knobs=(0.01, 0.02, 0.05, 0.2, 0.4, 0.7))
 def _diff(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.draft_max_raw >= s.target_max_raw - theta, a0)
 
 
-@register("opt", "Narasimhan et al. 2025, Eq. 10", draft_confidence=True)
+@register("opt", "Narasimhan et al. 2025, Eq. 10", draft_confidence=True, knobs=(0.01, 0.02, 0.05, 0.1, 0.4, 0.8))
 def _opt(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.draft_max_raw >= s.target_max_raw - theta * s.tv, a0)
 
 
-@register("token_v1", "Narasimhan et al. 2025, Eq. 13", draft_confidence=True)
+@register("token_v1", "Narasimhan et al. 2025, Eq. 13", draft_confidence=True, knobs=(0.01, 0.02, 0.05, 0.2, 0.5, 0.9))
 def _token_v1(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.draft_prob_raw >= s.target_max_raw - theta, a0)
 
 
-@register("token_v2", "Narasimhan et al. 2025, Eq. 14")
+@register("token_v2", "Narasimhan et al. 2025, Eq. 14", knobs=(0.3, 0.33, 0.36, 0.4, 0.6, 0.9))
 def _token_v2(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.target_prob_raw >= s.target_max_raw - theta, a0)
 
 
-@register("token_v3", "Narasimhan et al. 2025, Eq. 15")
+@register("token_v3", "Narasimhan et al. 2025, Eq. 15", knobs=(0.65, 0.7, 0.75, 0.8, 0.85, 0.95))
 def _token_v3(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.target_prob_raw >= (1 - theta) * s.target_max_raw, a0)
 
 
-def _namespace(a: Array) -> Any:
+def namespace(a: Array) -> Any:
     """The module (numpy or torch) that ``a`` belongs to; torch is never imported here, only looked up."""
     name = "torch" if type(a).__module__.partition(".")[0] == "torch" else "numpy"
     return sys.modules[name]

@@ -12,6 +12,12 @@ two-second pause counts as a slightly slow round while a whole chunk that got sl
 `WARM_UP` rounds are kept and fitted together, starting from medians, since there is no scale yet. Where block lengths
 do not vary the data cannot tell the slope from the fixed part; a weak prior on their ratio then decides.
 
+Workers differ. Each has a factor on the pool's lines, a running median of its seconds over theirs, and its rounds are
+divided by it before they are fitted, so that a round's shape is pooled from all. The factors average to one (in
+logarithms, weighted by rounds), so what all workers share moves the lines, and with one worker there is no factor. A
+worker whose clock is wrong does not move the lines: rounds of no possible duration are left out, and so are those of a
+worker whose factor is more than `FAR` away from the middle one or whose seconds vary more than e-fold.
+
 A bucket with fewer than `WARM_UP` rounds borrows the line of the nearest bucket that has them (in doublings). Before
 any data there is a prior shape with a target pass of 20 ms; only its ratios mean something.
 """
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -28,6 +35,7 @@ import numpy.typing as npt
 from storage.records import TokenBlock
 
 F = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 BUCKETS = (1, 2, 4, 8, 16, 32)  # rows; a round belongs to the smallest that holds it, or to the last
 WARM_UP = 16
@@ -35,6 +43,12 @@ CHUNK = 32
 CLIP = 3.0
 PRIOR_ROUNDS = 2.0  # weight of the prior on the ratio of slope and fixed part
 SCALE_HALF_LIFE = 100.0
+
+SHORTEST_S, LONGEST_S = 1e-5, 60.0  # a target pass outside cannot be
+FAR = 8.0
+WORKER_ROUNDS = 200.0  # memory of a worker's factor
+SETTLED = 32.0  # rounds after which a worker's factor and spread say something
+MAX_WORKERS = 256
 
 PASS_S, DRAFT_STEP, VERIFY_SLOPE = 0.020, 0.1, 0.02  # prior shape: seconds; per draft token, relative to one pass
 
@@ -45,6 +59,7 @@ class _Line:
     def __init__(self, ratio: float, half_life: float):
         self.ratio, self.half_life = ratio, half_life
         self.sums = np.zeros(5)  # weights of 1, x, xx, y, xy
+        self.plain = 0.0  # weight of rounds at x = 0
         self.scale = 0.0
         self.first: list[tuple[float, float]] = []  # rounds of the warm-up
         self.fit = (0.0, 0.0)
@@ -75,6 +90,7 @@ class _Line:
         for _ in range(5):
             pulled = model + np.clip(y - model, -CLIP * scale, CLIP * scale)
             self.sums = _sums(x, pulled, np.ones_like(x))
+            self.plain = float(np.count_nonzero(x == 0))
             self.fit = self._solve()
             model = self.at(x)
             scale = max(1.4826 * float(np.median(np.abs(y - model))), 1e-3 * float(centre), 1e-9)
@@ -88,7 +104,10 @@ class _Line:
         reach = CLIP * self.scale
         pulled = np.clip(residual, min(0.0, middle) - reach, max(0.0, middle) + reach)
         age = np.arange(n - 1, -1, -1.0)
-        self.sums = self.sums * 0.5 ** (n / self.half_life) + _sums(x, model + pulled, 0.5 ** (age / self.half_life))
+        weight = 0.5 ** (age / self.half_life)
+        self.forget(0.5 ** (n / self.half_life))
+        self.sums = self.sums + _sums(x, model + pulled, weight)
+        self.plain += float(weight[x == 0].sum())
         keep = 0.5 ** (n / SCALE_HALF_LIFE)
         spread = 1.2533 * float(np.mean(np.minimum(np.abs(residual), reach)))  # of a normal law, from mean deviation
         level = abs(float(np.mean(model)))
@@ -110,9 +129,15 @@ class _Line:
             fixed, slope = 0.0, xy / c
         return max(0.0, fixed), max(0.0, slope)
 
+    def forget(self, keep: float) -> None:
+        """Scale the weight of everything remembered, after the warm-up, by ``keep`` in [0, 1]."""
+        self.sums = self.sums * keep
+        self.plain *= keep
+
     def to_state(self) -> dict[str, Any]:
         return {
             "sums": self.sums.tolist(),
+            "plain": self.plain,
             "scale": self.scale,
             "first": [list(v) for v in self.first],
             "fit": self.fit,
@@ -120,12 +145,37 @@ class _Line:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.sums, self.scale = np.array(state["sums"], dtype=np.float64), float(state["scale"])
+        self.plain = float(state.get("plain", 0.0))
         self.first = [(float(x), float(y)) for x, y in state["first"]]
         self.fit = (float(state["fit"][0]), float(state["fit"][1]))
 
 
 def _sums(x: F, y: F, w: F) -> F:
     return np.array([w.sum(), (w * x).sum(), (w * x * x).sum(), (w * y).sum(), (w * x * y).sum()])
+
+
+@dataclass
+class _Worker:
+    """How one worker's seconds compare with the pool's lines: logarithm of its factor, spread around it, rounds."""
+
+    log_factor: float = 0.0
+    spread: float = 0.0
+    rounds: float = 0.0
+    trusted: bool = False
+
+    @property
+    def say(self) -> float:
+        """Weight in who is the middle one: who is trusted outweighs one newcomer, not two."""
+        return self.rounds * (1.5 if self.trusted else 1.0)
+
+    def follow(self, log_ratio: F) -> None:
+        """Take in the logarithms of rounds' seconds over the pool's lines."""
+        n = len(log_ratio)
+        keep = self.rounds / (self.rounds + n)
+        middle = float(np.median(log_ratio))
+        self.log_factor = keep * self.log_factor + (1 - keep) * middle
+        self.spread = keep * self.spread + (1 - keep) * float(np.mean(np.minimum(8.0, np.abs(log_ratio - middle))))
+        self.rounds = min(self.rounds + n, WORKER_ROUNDS)
 
 
 class CostModel:
@@ -139,6 +189,7 @@ class CostModel:
             raise ValueError(f"g_max must not be negative and the half life positive: {g_max!r}, {half_life_rounds!r}")
         self.g_max, self.half_life_rounds = g_max, float(half_life_rounds)
         self._lines: dict[int, dict[str, _Line]] = {}
+        self._workers: dict[str, _Worker] = {}
 
     @property
     def ready(self) -> bool:
@@ -153,14 +204,15 @@ class CostModel:
     def add(self, block: TokenBlock) -> None:
         """Take in the rounds of one telemetry block; rounds that read a prompt, or without a
         measured target pass, are left out."""
-        rows = np.minimum(block.round_rows.astype(np.int64), BUCKETS[-1])
-        bucket = np.array(BUCKETS)[np.searchsorted(BUCKETS, np.maximum(rows, 1))]
-        measured = (block.round_verify_s > 0) & (block.round_prefill == 0)
+        bucket, measured = _buckets(block), _measured(block)
+        trusted, factor = self._judge(block)
+        if not trusted:
+            return
         width = block.round_width.astype(np.float64)
         seconds = {
-            "draft": block.round_draft_s.astype(np.float64),
-            "verify": block.round_verify_s.astype(np.float64),
-            "overhead": block.round_overhead_s.astype(np.float64),
+            "draft": block.round_draft_s.astype(np.float64) / factor,
+            "verify": block.round_verify_s.astype(np.float64) / factor,
+            "overhead": block.round_overhead_s.astype(np.float64) / factor,
         }
         for b in np.unique(bucket[measured]).tolist():
             lines = self._lines.setdefault(b, self._new())
@@ -169,6 +221,84 @@ class CostModel:
                 use = here & (width > 0) if name == "draft" else here
                 if use.any():
                     line.add(width[use], seconds[name][use])
+
+    def log_ratio(self, block: TokenBlock) -> F:
+        """Natural logarithm of each measured round's seconds over what is expected of this worker; empty if nothing is.
+
+        Call it before `add`. Shape [measured rounds whose bucket is known].
+        """
+        factor = self.worker_factors.get(block.worker, 1.0)
+        return self._log_ratio(block, ("draft", "verify", "overhead")) - math.log(factor)
+
+    @property
+    def worker_factors(self) -> dict[str, float]:
+        """Each worker's seconds over the pool's, 1 for a lone one."""
+        return {name: math.exp(worker.log_factor) for name, worker in self._workers.items()}
+
+    @property
+    def distrusted(self) -> tuple[str, ...]:
+        """Workers whose seconds are left out because their clock or load cannot be like the others'."""
+        return tuple(name for name, worker in self._workers.items() if not worker.trusted)
+
+    def forget(self, keep: float) -> None:
+        """Scale the weight of everything remembered by ``keep`` in [0, 1], so that new rounds outweigh it sooner."""
+        for lines in self._lines.values():
+            for line in lines.values():
+                line.forget(keep)
+        for worker in self._workers.values():
+            worker.rounds *= keep
+
+    def narrow_rounds(self, rows: int) -> float:
+        """Remembered rounds of this batch bucket that were plain decoding, in rounds' weight: what the line's start
+        rests on. Infinite for a bucket that only borrows."""
+        line = self._lines.get(_bucket_of(rows), {}).get("verify")
+        return line.plain if line is not None else math.inf
+
+    def _log_ratio(self, block: TokenBlock, names: tuple[str, ...]) -> F:
+        bucket, measured = _buckets(block), _measured(block)
+        columns = {"draft": block.round_draft_s, "verify": block.round_verify_s, "overhead": block.round_overhead_s}
+        seen = sum(columns[name].astype(np.float64) for name in names)
+        found = []
+        for b in np.unique(bucket[measured]).tolist():
+            if b not in self.seen_buckets:
+                continue
+            here = measured & (bucket == b)
+            width = np.minimum(block.round_width[here].astype(np.int64), self.g_max)
+            parts = {"draft": self.draft_s(b), "verify": self.verify_s(b)}
+            expected = sum(parts[name][width] if name in parts else self.overhead_s(b) for name in names)
+            found.append(np.log(np.maximum(np.asarray(seen)[here], 1e-9) / np.maximum(expected, 1e-9)))
+        return np.concatenate(found) if found else np.zeros(0)
+
+    def _judge(self, block: TokenBlock) -> tuple[bool, float]:
+        """Follow the block's worker; whether its rounds count, and its factor."""
+        if block.worker not in self._workers and len(self._workers) >= MAX_WORKERS:
+            del self._workers[min(self._workers, key=lambda name: self._workers[name].rounds)]
+        worker = self._workers.setdefault(block.worker, _Worker())
+        for other in self._workers.values():  # a worker that is gone stops counting
+            if other is not worker:
+                other.rounds *= 0.5 ** (len(block.round_rows) / (20 * WORKER_ROUNDS))
+        ratio = self._log_ratio(block, ("verify",))
+        if len(ratio):
+            worker.follow(ratio)
+        elif not self.ready:
+            worker.rounds = min(worker.rounds + len(block.round_rows), WORKER_ROUNDS)
+        self._compare()
+        return worker.trusted, math.exp(worker.log_factor)
+
+    def _compare(self) -> None:
+        """See who can be trusted, and let the factors of those average to one."""
+        ranked = sorted(self._workers.values(), key=lambda worker: worker.log_factor)
+        say = np.cumsum([worker.say for worker in ranked])
+        middle = ranked[int(np.searchsorted(say, say[-1] / 2))].log_factor
+        for worker in ranked:
+            erratic = worker.rounds >= SETTLED and worker.spread > 1 and len(ranked) > 1
+            worker.trusted = not erratic and abs(worker.log_factor - middle) <= math.log(FAR)
+        heard = [worker for worker in ranked if worker.trusted]
+        weight = sum(worker.rounds for worker in heard)
+        if weight > 0:
+            centre = sum(worker.rounds * worker.log_factor for worker in heard) / weight
+            for worker in ranked:
+                worker.log_factor -= centre
 
     def draft_s(self, rows: int) -> F:
         """Seconds to draft a block in a batch of ``rows``, by block length: shape [g_max + 1], 0 first, not falling."""
@@ -202,7 +332,7 @@ class CostModel:
         """The line of the nearest bucket that knows it, by doublings, larger on a tie; else of one warming up."""
         if rows < 1:
             raise ValueError(f"a batch has at least one row, not {rows!r}")
-        wanted = math.log2(next((b for b in BUCKETS if rows <= b), BUCKETS[-1]))
+        wanted = math.log2(_bucket_of(rows))
         for enough in (WARM_UP, 1):
             known = [b for b, lines in self._lines.items() if lines[name].seen >= enough]
             if known:
@@ -215,6 +345,7 @@ class CostModel:
             "g_max": self.g_max,
             "half_life_rounds": self.half_life_rounds,
             "lines": {str(b): {n: line.to_state() for n, line in lines.items()} for b, lines in self._lines.items()},
+            "workers": {name: [w.log_factor, w.spread, w.rounds, w.trusted] for name, w in self._workers.items()},
         }
 
     @classmethod
@@ -225,4 +356,22 @@ class CostModel:
             made._lines[int(bucket)] = made._new()
             for name, line in lines.items():
                 made._lines[int(bucket)][name].restore(line)
+        for name, values in state.get("workers", {}).items():
+            made._workers[name] = _Worker(float(values[0]), float(values[1]), float(values[2]), bool(values[3]))
         return made
+
+
+def _bucket_of(rows: int) -> int:
+    return next((b for b in BUCKETS if rows <= b), BUCKETS[-1])
+
+
+def _buckets(block: TokenBlock) -> Ints:
+    """The batch bucket of each round."""
+    rows = np.minimum(block.round_rows.astype(np.int64), BUCKETS[-1])
+    return np.array(BUCKETS)[np.searchsorted(BUCKETS, np.maximum(rows, 1))]
+
+
+def _measured(block: TokenBlock) -> npt.NDArray[np.bool_]:
+    """Rounds with a target pass of a possible duration that read no prompt."""
+    possible = (block.round_verify_s >= SHORTEST_S) & (block.round_verify_s <= LONGEST_S)
+    return np.asarray(possible & (block.round_prefill == 0))

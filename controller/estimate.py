@@ -89,7 +89,7 @@ class CurveEstimator:
         Positions beyond g_max are left out; a round whose positions are not 1, 2, 3, ... is left out altogether.
         PINNED positions count with lossless acceptance at every setting.
         """
-        rounds = _Rounds.of(block, self.g_max)
+        rounds = Rounds.of(block, self.g_max)
         if rounds is None:
             return
         products = self._products(block, rounds)
@@ -193,7 +193,7 @@ class CurveEstimator:
             found.append(min(MOST_INFLATION, max(1.0, blended)))
         return found[0], found[1]
 
-    def _products(self, block: TokenBlock, rounds: _Rounds) -> tuple[Singles, ...]:
+    def _products(self, block: TokenBlock, rounds: Rounds) -> tuple[Singles, ...]:
         """Per round, setting and position (shape [rounds, S, g]) the quantities that `_BY_SETTING` sums."""
         at = rounds.drafted
         scalars = Scalars(*(getattr(block, name)[at][:, None, :] for name in Scalars._fields))
@@ -262,14 +262,14 @@ class CurveEstimator:
 
 
 @dataclass(frozen=True)
-class _Rounds:
+class Rounds:
     """Row numbers of the drafted positions of whole rounds, shape [rounds, longest], and the rounds' lengths."""
 
     drafted: Ints
     length: Ints
 
     @classmethod
-    def of(cls, block: TokenBlock, g_max: int) -> _Rounds | None:
+    def of(cls, block: TokenBlock, g_max: int) -> Rounds | None:
         """Rounds in time order, one per request; None when no usable position was drafted. Padding repeats a row."""
         key = block.round.astype(np.int64) << 16 | block.request
         order = np.lexsort((block.position, key))

@@ -10,8 +10,8 @@ With reach and touches along the path of knobs (`controller.curve`) and measured
 `frontier` finds, for each g, the knob that emits the most tokens within the allowance: the path is climbed until the
 first recorded setting that breaks it, and on that level rho is found by `scipy.optimize.brentq`. It stops at the
 first break even if estimates dip again further on (noise, and less lenient knobs cost less per touch). T does not
-enter, so one frontier serves every batch size. `solve` then takes the fastest g and certifies it. g = 0 is plain
-decoding.
+enter, so one `Plan` serves every batch size; its `pick` takes the fastest g and certifies it. `solve` does both. g = 0
+is plain decoding.
 """
 
 from __future__ import annotations
@@ -161,24 +161,57 @@ def solve(
     Infeasible for a negative allowance, SolveError for numbers that are not finite, for seconds that are negative or
     (per round) zero, and for reach outside [0, 1]; ValueError for misuse (lengths, ranges of the options).
     """
+    plan = plan_for(curve, d_allowed=d_allowed, max_theta=max_theta, pessimism=pessimism, g_max=g_max)
+    return plan.pick(draft_s, verify_s, overhead_s, fixed_g=fixed_g)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one allowance buys on one curve, before any seconds: one plan serves every batch size (`plan_for`)."""
+
+    curve: Curve
+    front: Frontier
+    relaxed: Frontier  # with a little more drift, for the value of budget
+    d_allowed: float
+    more: float  # what ``relaxed`` was allowed beyond that
+    pessimism: float
+
+    def pick(
+        self,
+        draft_s: npt.ArrayLike,
+        verify_s: npt.ArrayLike,
+        overhead_s: npt.ArrayLike,
+        *,
+        fixed_g: int | None = None,
+    ) -> Solution:
+        """The fastest block length and its knob at these seconds; arguments and errors as those of `solve`."""
+        lengths = len(self.front.rho)
+        seconds = round_seconds(draft_s, verify_s, overhead_s, lengths)
+        if fixed_g is not None and not 0 <= fixed_g < lengths:
+            raise ValueError(f"fixed_g must lie in [0, {lengths - 1}], not {fixed_g!r}")
+        per_token = seconds / self.front.tokens
+        g = int(per_token.argmin()) if fixed_g is None else fixed_g
+        lossless = seconds / self.curve.tokens[0, :lengths]
+        solution = _describe(self.curve, self.front, g, per_token, seconds, lossless, self.d_allowed)
+        after = seconds / self.relaxed.tokens
+        gain = solution.seconds_per_token - float(after.min() if fixed_g is None else after[g])
+        return replace(
+            solution,
+            budget_value=max(0.0, gain / solution.plain_seconds_per_token / self.more),
+            certified=_certify(
+                self.curve, self.front, g, seconds, self.d_allowed, self.pessimism, free_g=fixed_g is None
+            ),
+        )
+
+
+def plan_for(
+    curve: Curve, *, d_allowed: float, max_theta: float = 1.0, pessimism: float = 1.0, g_max: int | None = None
+) -> Plan:
+    """The part of `solve` that does not depend on seconds; arguments and errors as there."""
     front = frontier(curve, d_allowed=d_allowed, max_theta=max_theta, pessimism=pessimism, g_max=g_max)
-    lengths = len(front.rho)
-    seconds = round_seconds(draft_s, verify_s, overhead_s, lengths)
-    if fixed_g is not None and not 0 <= fixed_g < lengths:
-        raise ValueError(f"fixed_g must lie in [0, {lengths - 1}], not {fixed_g!r}")
-    per_token = seconds / front.tokens
-    g = int(per_token.argmin()) if fixed_g is None else fixed_g
-    lossless = seconds / curve.tokens[0, :lengths]
-    solution = _describe(curve, front, g, per_token, seconds, lossless, d_allowed)
-    more = d_allowed + max(1e-4, 0.1 * d_allowed)
-    relaxed = frontier(curve, d_allowed=more, max_theta=max_theta, pessimism=pessimism, g_max=g_max)
-    after = seconds / relaxed.tokens
-    gain = solution.seconds_per_token - float(after.min() if fixed_g is None else after[g])
-    return replace(
-        solution,
-        budget_value=max(0.0, gain / solution.plain_seconds_per_token / (more - d_allowed)),
-        certified=_certify(curve, front, g, seconds, d_allowed, pessimism, free_g=fixed_g is None),
-    )
+    more = max(1e-4, 0.1 * d_allowed)
+    relaxed = frontier(curve, d_allowed=d_allowed + more, max_theta=max_theta, pessimism=pessimism, g_max=g_max)
+    return Plan(curve, front, relaxed, d_allowed, more, pessimism)
 
 
 def _describe(

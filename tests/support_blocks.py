@@ -31,6 +31,7 @@ def make_block(
     pool: str = "pool",
     traffic_class: str = "default",
     seq: int = 0,
+    worker: str = "w0",
 ) -> TokenBlock:
     """A block whose drafted positions have these scalars (flat, in order), with these numbers of drafts a round.
 
@@ -64,7 +65,7 @@ def make_block(
     return TokenBlock(
         pool=pool,
         traffic_class=traffic_class,
-        worker="w0",
+        worker=worker,
         boot="b0",
         seq=seq,
         epoch=1,
@@ -106,11 +107,19 @@ def timing_block(
     overhead_s: F | float = 0.001,
     rows: int = 1,
     seq: int = 0,
+    worker: str = "w0",
 ) -> TokenBlock:
     """A block with measured seconds for rounds of these block lengths; its drafts are all accepted."""
     n = int(np.sum(width))
     return make_block(
-        coin_scalars(np.ones(n)), width, draft_s=draft_s, verify_s=verify_s, overhead_s=overhead_s, rows=rows, seq=seq
+        coin_scalars(np.ones(n)),
+        width,
+        draft_s=draft_s,
+        verify_s=verify_s,
+        overhead_s=overhead_s,
+        rows=rows,
+        seq=seq,
+        worker=worker,
     )
 
 

@@ -26,6 +26,8 @@ def fed(
     seed=0,
     pause: tuple[int, ...] = (),
     block=32,
+    worker="w0",
+    factor: float | np.ndarray = 1.0,
 ) -> CostModel:
     """Feed blocks of rounds whose seconds follow the lines draft .001 + .002 g, verify pass + slope g, with noise."""
     rng = np.random.default_rng(seed)
@@ -33,9 +35,10 @@ def fed(
     draft = np.where(width > 0, 0.001 + 0.002 * width, 0) * rng.normal(1, noise, rounds)
     verify = (pass_s + slope * width) * rng.normal(1, noise, rounds)
     verify[list(pause)] += 2.0
+    draft, verify = draft * factor, verify * factor
     for i in range(0, rounds, block):
         at = slice(i, i + block)
-        model.add(timing_block(width[at], draft_s=draft[at], verify_s=verify[at], rows=rows))
+        model.add(timing_block(width[at], draft_s=draft[at], verify_s=verify[at], rows=rows, worker=worker))
     return model
 
 
@@ -146,6 +149,102 @@ def test_a_restart_goes_on_bit_for_bit():
             fed(m, 50, seed=9, rows=4)
         assert again.to_state() == model.to_state()
         np.testing.assert_array_equal(again.verify_s(1), model.verify_s(1))
+
+
+def test_two_workers_of_different_speed_are_pooled_by_shape():
+    """One twice as slow: the lines' ratios are those of each, whoever reports more, and factors say who is slower."""
+    model = CostModel(G)
+    for turn in range(60):
+        fed(model, 32, seed=2 * turn)
+        fed(model, 32 if turn % 3 else 64, seed=2 * turn + 1, worker="slow", factor=2.0)
+    verify, draft = model.verify_s(1), model.draft_s(1)
+    assert model.width_cost(1) == pytest.approx(0.05, abs=0.012)
+    np.testing.assert_allclose(draft[1:] / verify[0], (0.001 + 0.002 * LENGTHS[1:]) / 0.020, rtol=0.06)
+    assert model.worker_factors["slow"] / model.worker_factors["w0"] == pytest.approx(2.0, rel=0.05)
+    assert model.distrusted == ()
+    assert 0.020 * 0.95 < verify[0] < 0.040 * 1.05
+
+
+def test_the_lines_follow_what_all_workers_share():
+    model = CostModel(G)
+    for pass_s, slope, turns in ((0.020, 0.001, 20), (0.060, 0.010, 60)):
+        for turn in range(turns):
+            for k, worker in enumerate(("a", "b")):
+                fed(model, 32, seed=2 * turn + k, worker=worker, pass_s=pass_s, slope=slope)
+    np.testing.assert_allclose(model.verify_s(1), 0.060 + 0.010 * LENGTHS, rtol=0.1)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3, None])
+@pytest.mark.parametrize("when", ["later", "at once"])
+def test_a_worker_with_a_wrong_clock_does_not_move_the_model(factor, when):
+    """Durations a thousand times too short or long, or anything between (None), beside one honest worker."""
+    rng = np.random.default_rng(5)
+    model = CostModel(G)
+    fed(model, 320 if when == "later" else 64, seed=99)
+    for turn in range(40):
+        wrong = 10 ** rng.uniform(-3, 3, 32) if factor is None else factor
+        fed(model, 32, seed=2 * turn, worker="wrong", factor=wrong)
+        fed(model, 32, seed=2 * turn + 1)
+    np.testing.assert_allclose(model.verify_s(1), 0.020 + 0.001 * LENGTHS, rtol=0.06)
+    np.testing.assert_allclose(model.draft_s(1)[1:], 0.001 + 0.002 * LENGTHS[1:], rtol=0.08)
+    assert model.distrusted == ("wrong",)
+
+
+def test_two_honest_workers_outvote_a_wrong_one_that_came_first():
+    model = fed(CostModel(G), 64, worker="wrong", factor=1000.0)
+    for turn in range(80):
+        for k, (worker, factor) in enumerate((("wrong", 1000.0), ("a", 1.0), ("b", 1.0))):
+            fed(model, 32, seed=3 * turn + k, worker=worker, factor=factor)
+    assert model.distrusted == ("wrong",)
+    np.testing.assert_allclose(model.verify_s(1), 0.020 + 0.001 * LENGTHS, rtol=0.1)
+
+
+def test_durations_that_cannot_be_are_left_out():
+    model = fed(CostModel(G), 100)
+    before = model.to_state()["lines"]
+    model.add(timing_block([4] * 50, draft_s=0.01, verify_s=1e-7))
+    model.add(timing_block([4] * 50, draft_s=0.01, verify_s=3000.0))
+    assert model.to_state()["lines"] == before
+
+
+def test_a_worker_that_restarts_keeps_its_factor():
+    model = CostModel(G)
+    for turn in range(30):
+        fed(model, 32, seed=2 * turn)
+        fed(model, 32, seed=2 * turn + 1, worker="slow", factor=2.0)
+    before = model.verify_s(1)
+    again = CostModel.from_state(json.loads(json.dumps(model.to_state())))
+    fed(again, 32, seed=77, worker="slow", factor=2.0)
+    np.testing.assert_allclose(again.verify_s(1), before, rtol=0.02)
+
+
+def test_log_ratio_is_of_this_workers_own_expectation():
+    model = CostModel(G)
+    for turn in range(30):
+        fed(model, 32, seed=2 * turn)
+        fed(model, 32, seed=2 * turn + 1, worker="slow", factor=2.0)
+    width = np.full(32, 4)
+    usual = timing_block(width, draft_s=0.018, verify_s=0.048, worker="slow")
+    loaded = timing_block(width, draft_s=0.036, verify_s=0.096, overhead_s=0.002, worker="slow")
+    assert np.median(model.log_ratio(usual)) == pytest.approx(0.0, abs=0.06)
+    assert np.median(model.log_ratio(loaded)) == pytest.approx(np.log(2), abs=0.06)
+    assert CostModel(G).log_ratio(usual).size == 0
+
+
+def test_forgetting_lets_new_rounds_outweigh_old_ones():
+    slow, quick = (fed(CostModel(G), 1500) for _ in range(2))
+    quick.forget(0.05)
+    for model in (slow, quick):
+        fed(model, 96, pass_s=0.060, seed=1)
+    assert abs(quick.verify_s(1)[0] - 0.060) < 0.3 * abs(slow.verify_s(1)[0] - 0.060)
+
+
+def test_plain_rounds_in_memory_are_counted():
+    model = fed(CostModel(G), 64, widths=(0,))
+    assert model.narrow_rounds(1) == pytest.approx(64, rel=0.1)
+    assert model.narrow_rounds(8) == np.inf
+    fed(model, 3000, widths=(4,))
+    assert model.narrow_rounds(1) < 0.1
 
 
 def test_misuse_is_refused():

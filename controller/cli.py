@@ -147,6 +147,23 @@ def history(
     Console().print(table)
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[Path, typer.Argument(exists=True, help="Scenario file, or a directory of *.yaml files.")],
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG); for a directory, one each into PATH.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the scenario's own seed.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Play scenarios: the real controller against a simulated pool, under simulated time.
+
+    Exit code 1 if any comes out otherwise than it announces. Example: lenity simulate tests/scenarios --plot run/plots
+    """
+    from controller.simulate import command
+
+    with _errors():
+        raise typer.Exit(command(scenario, plot=plot, as_json=as_json, seed=seed))
+
+
 @policy_app.command("validate")
 def policy_validate(
     paths: Annotated[list[Path], typer.Argument(help="Policy files, or directories of *.yaml files.")],

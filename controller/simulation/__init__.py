@@ -1,0 +1,1 @@
+"""The closed loop under simulated time: the real controller against a simulated worker. See `docs/simulate.md`."""

@@ -1,0 +1,89 @@
+"""Draft-verify rounds of many requests at once, from what happens at each of their output positions.
+
+As in the decoder, an output index has its own draft and its own coins, whichever round gets there. So whether the draft
+at an index would be accepted is known beforehand, and the rounds follow: after a rejection a new one begins; a run of
+accepted drafts is cut every ``g + 1`` tokens, where the last is the bonus token that nobody examines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from controller.simulation.source import Bools, F, Ints
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Requests one after another: index of each one's first position, its length, and per position its request."""
+
+    first: Ints
+    tokens: Ints
+    request: Ints
+    left: Ints  # tokens of the request after this one
+
+    @classmethod
+    def of(cls, tokens: Ints) -> Texts:
+        """Requests of these lengths, each at least 1."""
+        ends = np.cumsum(tokens)
+        first = ends - tokens
+        request = np.repeat(np.arange(len(tokens)), tokens)
+        return cls(first, tokens, request, ends[request] - 1 - np.arange(int(tokens.sum())))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of `Texts` in order; ``of`` and ``examined_at`` are per position, the rest per round."""
+
+    start: Ints
+    width: Ints
+    emitted: Ints
+    request: Ints
+    of: Ints
+    examined_at: Bools
+
+    @property
+    def examined(self) -> Ints:
+        """Examined drafts per round."""
+        return np.minimum(self.emitted, self.width)
+
+    @property
+    def accepted(self) -> Ints:
+        """Accepted drafts per round."""
+        return self.emitted - 1
+
+
+def chop(texts: Texts, accept: Bools, g: int, explore: Bools) -> Rounds:
+    """The rounds when drafts are accepted where ``accept`` says so (per position), with blocks of ``g >= 0``.
+
+    ``explore`` lengthens blocks by one: it is read where a run of accepted drafts begins and holds for that run.
+    """
+    n = len(accept)
+    index = np.arange(n)
+    begins = np.empty(n, dtype=bool)
+    begins[0] = True
+    begins[1:] = ~accept[:-1]
+    begins[texts.first] = True
+    run = np.maximum.accumulate(np.where(begins, index, 0))
+    length = g + explore[run].astype(np.int64)
+    offset = (index - run) % (length + 1)
+    start = np.flatnonzero(offset == 0)
+    of = np.cumsum(offset == 0) - 1
+    width = np.minimum(length[start], texts.left[start])
+    emitted = np.diff(np.append(start, n))
+    return Rounds(start, width, emitted, texts.request[start], of, offset < width[of])
+
+
+def first_per_request(marks: Bools, texts: Texts) -> Ints:
+    """Index of the first marked position of each request; -1 for a request without one."""
+    found = np.full(len(texts.tokens), -1, dtype=np.int64)
+    at = np.flatnonzero(marks)
+    requests, where = np.unique(texts.request[at], return_index=True)
+    found[requests] = at[where]
+    return found
+
+
+def per_request(values: F | Bools, request: Ints, count: int) -> F:
+    """Sums of values by request."""
+    return np.asarray(np.bincount(request, weights=values, minlength=count), dtype=np.float64)

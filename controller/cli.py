@@ -89,6 +89,16 @@ def worker(context: typer.Context) -> None:
     worker_app(["worker", *context.args], prog_name="lenity")
 
 
+@app.command(context_settings=PASS_ON)
+def frontier(context: typer.Context) -> None:
+    """Compare accept rules over their knobs (needs the `worker` extra); `lenity frontier --help` lists the options."""
+    try:
+        from decoder.cli import app as worker_app
+    except ModuleNotFoundError as e:
+        raise SystemExit(f"lenity: the sweep needs {e.name}; install it with: pip install 'lenity[worker]'") from e
+    worker_app(["frontier", *context.args], prog_name="lenity")
+
+
 @app.command()
 def status(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show every pool and class of a running controller."""
@@ -150,7 +160,9 @@ def history(
 @app.command()
 def simulate(
     scenario: Annotated[Path, typer.Argument(exists=True, help="Scenario file, or a directory of *.yaml files.")],
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG); for a directory, one each into PATH.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture (PNG); for a directory, one each into PATH.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the scenario's own seed.")] = None,
     as_json: JsonOption = False,
 ) -> None:

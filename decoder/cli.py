@@ -1,4 +1,4 @@
-"""The command line of the decoding side: ``lenity worker``, also ``python -m decoder.cli worker``.
+"""The command line of the decoding side: ``lenity worker`` and ``lenity frontier``, also ``python -m decoder.cli``.
 
 This module is the worker's composition root. torch is imported inside the command, so that ``--help`` is quick.
 """
@@ -45,6 +45,13 @@ class Drafter(StrEnum):
     ngram = "ngram"
 
 
+class Domain(StrEnum):
+    """Kinds of generated problems."""
+
+    easy = "easy"
+    hard = "hard"
+
+
 class Traffic(StrEnum):
     """Where requests come from."""
 
@@ -53,7 +60,7 @@ class Traffic(StrEnum):
 
 @app.callback()
 def _commands() -> None:
-    """Keeps ``worker`` a named command while it is the only one."""
+    """Commands have names even if there is only one."""
 
 
 @app.command()
@@ -89,6 +96,55 @@ def worker(
     except (ModelError, StorageError) as e:
         typer.echo(f"lenity worker: {e}", err=True)
         raise typer.Exit(2) from e
+
+
+@app.command()
+def frontier(
+    out: Annotated[Path, typer.Option(help="Where the log, tables and plot go; a rerun goes on from there")] = Path(
+        "run/frontier"
+    ),
+    tasks: Annotated[int, typer.Option(min=2, help="Tasks a point")] = 300,
+    block: Annotated[int, typer.Option(min=1, max=64, help="Draft tokens a round")] = 5,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy")] = 1.0,
+    domain: Annotated[Domain, typer.Option(help="Kind of generated problems")] = Domain.easy,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems and of decoding")] = 271828,
+    rule: Annotated[list[str] | None, typer.Option(help="Rule or published form; repeat. By default all")] = None,
+    knob: Annotated[list[float] | None, typer.Option(help="Knob theta; repeat. By default each rule's own")] = None,
+    cost_ratio: Annotated[
+        float | None, typer.Option(min=0.0, help="Draft step over target pass; by default measured once")
+    ] = None,
+    pair: Annotated[Path | None, typer.Option(help="Directory with target/ and draft/; by default the bundled")] = None,
+    problems: Annotated[
+        Path | None, typer.Option(help='File of {"prompt", "answer"} lines instead of problems')
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads for the models")] = 1,
+) -> None:
+    """Sweep rules over their knobs and write quality against target passes: CSV, JSON, a plot and tables.
+
+    Every point is paired with lossless decoding on the same random numbers. Ctrl-C stops and keeps what is finished.
+    """
+    from decoder.frontier_report import run_frontier
+    from policies.errors import ModelError
+
+    try:
+        code = run_frontier(
+            out,
+            n=tasks,
+            g=block,
+            temperature=temperature,
+            domain=domain.value,
+            seed=seed,
+            rules=rule or (),
+            knobs=knob or (),
+            cost_ratio=cost_ratio,
+            pair_directory=pair,
+            tasks_file=problems,
+            threads=threads,
+        )
+    except (ModelError, ValueError, OSError) as e:
+        typer.echo(f"lenity frontier: {e}", err=True)
+        raise typer.Exit(2) from e
+    raise typer.Exit(code)
 
 
 def _serve(

@@ -150,13 +150,16 @@ def run_sweep(
     log: Log,
     settings: Sequence[Setting],
     measure: Callable[[Setting], Columns],
+    *,
+    start: Callable[[Setting], None] = lambda _setting: None,
     done: Callable[[Setting], None] = lambda _setting: None,
 ) -> None:
-    """Measure the settings that the log does not have; ``done`` is called for each, also for those it has.
+    """Measure the settings that the log does not have; ``start`` and ``done`` are called for each, also for those.
 
     Raises RuntimeError if a request that was never touched differs from its lossless self: the pairing is broken then.
     """
     for setting in settings:
+        start(setting)
         if setting not in log.done:
             columns = measure(setting)
             check_pairing(setting, columns, log.done.get(LOSSLESS, columns))

@@ -144,7 +144,7 @@ def test_another_rule_does_not_emit_the_mixture(logits: Any) -> None:
 
 PROBLEMS = 60
 SETTINGS = [
-    Setting("token_v3", 0.6),
+    Setting("token_v3", 0.7),
     Setting("token_v3", 0.9),
     Setting("threshold", 0.5),
     Setting("forgive", 0.05),
@@ -185,9 +185,9 @@ def test_loss_is_at_most_the_share_of_touched_requests(
 
 def test_without_the_coupling_untouched_requests_differ(pair: Pair, problems: list[Any], lossless: Run) -> None:
     """Negative control: other random numbers, and the texts of untouched requests are not the lossless ones."""
-    run = decode(pair, problems, Setting("token_v3", 0.6), seed=6)
+    run = decode(pair, problems, Setting("forgive", 0.05), seed=6)
     untouched = ~run.touched
-    assert untouched.sum() > PROBLEMS / 2
+    assert untouched.sum() > PROBLEMS / 3
     different = [a != b for a, b, keep in zip(run.texts, lossless.texts, untouched, strict=True) if keep]
     assert np.mean(different) > 0.9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -44,15 +45,33 @@ class Knobs:
         return self.rule != "lossless" and self.theta > 0 and self.rho > 0
 
 
+class SpanTracker(Protocol):
+    """Says where in a text leniency is allowed (`decoder.spans`)."""
+
+    def lenient_mask(self, output_ids: list[int], block: list[int], /) -> list[bool]:
+        """Whether each token of ``block``, drafted to follow ``output_ids``, may be treated leniently.
+
+        A function of its arguments, and entry j of ``output_ids`` and the first j tokens of the block only: forks and
+        other branches of the request ask the same tracker.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt (token ids, at least one) and how to continue it. ``pinned``: leniency is not allowed here."""
+    """One prompt (token ids, at least one) and how to continue it.
+
+    ``pinned``: leniency is not allowed anywhere in it; ``spans`` says it for single positions. ``detokenize`` turns all
+    output ids so far into text; stop strings need it.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     traffic_class: str = "default"
     pinned: bool = False
+    spans: SpanTracker | None = None
+    detokenize: Callable[[list[int]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +121,24 @@ class ForkPoint(NamedTuple):
     knobs: Knobs
 
 
+class TokenLogprob(NamedTuple):
+    """Natural logarithm of the target's probability of one output token, and of its most probable ones with their ids.
+
+    Of the distribution at temperature 1 after the bias; -9999.0 where the probability is 0.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass(frozen=True)
 class Completion:
     """A finished request. ``token_ids`` is the output, with its end token if it has one (finish reason "stop").
+
+    The other finish reasons are "length" and "cancelled". Where a stop string ended it, ``stop_text`` is that string,
+    the output ends with the token that completed it, and ``text_length`` says how many characters of the output's text
+    come before it. With `SamplingParams.logprobs`, ``logprobs`` has one entry per output token.
 
     ``arm`` is internal: callers and judges never see it. ``touches`` counts those of the served text (1 in holdback).
     The coin probabilities and ``knobs`` are those in force at the first touch, else of the first round. ``drafted``,
@@ -130,6 +164,9 @@ class Completion:
     first_token_s: float
     total_s: float
     fork_point: ForkPoint | None
+    stop_text: str | None = None
+    text_length: int | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)

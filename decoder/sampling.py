@@ -10,6 +10,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+MAX_LOGPROBS = 20
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -17,7 +19,11 @@ class SamplingParams:
 
     ``temperature`` >= 0 (0 is greedy); ``top_k`` >= 0 (0 is off); ``top_p`` in (0, 1] (1 is off); ``max_tokens`` >= 1;
     ``seed`` >= 0; ``logit_bias`` maps token ids to what is added to their logits of both models (minus infinity masks a
-    token: it never comes out). Raises ValueError that names the field.
+    token: it never comes out). ``min_p`` in [0, 1] drops tokens of less than that share of the greatest probability (0
+    is off); before output index ``min_tokens`` no end token comes out; the request ends where its text holds one of the
+    strings ``stop``; ``logprobs`` >= 0 asks for the target's log-probability of every output token and of so many most
+    probable ones (None: not at all). Penalties depend on the output so far and are refused unless they are off (0, 0
+    and 1). Raises ValueError that names the field.
     """
 
     temperature: float = 1.0
@@ -26,6 +32,13 @@ class SamplingParams:
     max_tokens: int = 128
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -41,6 +54,20 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if token < 0 or math.isnan(bias) or bias == math.inf:
                 raise ValueError(f"logit_bias of token {token!r} must be a number below infinity, not {bias!r}")
+        self._check_ends_and_penalties()
+
+    def _check_ends_and_penalties(self) -> None:
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1] (0 is off), not {self.min_p!r}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be >= 0, not {self.min_tokens!r}")
+        if not isinstance(self.stop, tuple) or not all(self.stop):
+            raise ValueError(f"stop must be a tuple of strings that are not empty, not {self.stop!r}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs must lie in 0..{MAX_LOGPROBS}, not {self.logprobs!r}")
+        for name, off in (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(self, name) != off:
+                raise ValueError(f"{name} is not supported: leave it out, or set it to {off:g}")
 
 
 def bias_tensor(params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:

@@ -23,6 +23,8 @@ from matplotlib.axes import Axes
 INK, GREY, BLUE, ORANGE, GREEN = "#1b1f24", "#c9ced6", "#2563a8", "#c2611f", "#2e7d4f"
 FORM_STYLES = ((ORANGE, "s"), (GREEN, "D"))
 COLUMNS = 3
+LINEAR = 4  # points; beyond, the scale of losses is logarithmic
+TICKS = (2, 0, -2, -4, -8, -16, -32, -64)
 
 
 def plot(summary: Summary, path: Path) -> Path:
@@ -56,6 +58,9 @@ def plot(summary: Summary, path: Path) -> Path:
         for form, (colour, marker) in zip(forms, FORM_STYLES * len(forms), strict=False):
             _curve(axis, curves[form], colour, marker, form, knobs=False)
         axis.plot(plain["passes_per_token"][0], 0, marker="*", color=INK, markersize=9, zorder=5, linestyle="none")
+        axis.set_yscale("symlog", linthresh=LINEAR)
+        axis.set_yticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
+        axis.minorticks_off()
         axis.set_title(name, fontsize=10, color=INK, loc="left", fontweight="bold")
         axis.axhline(0, color=INK, linewidth=0.6, zorder=0)
         axis.grid(alpha=0.25, linewidth=0.6)

@@ -101,7 +101,7 @@ def tables(summary: Summary) -> str:
     parts = [
         "### Which rule wins where\n\n" + winners(summary),
         "### Target passes saved within a loss\n\n"
-        + matrix(summary.at_loss, "loss", LOSSES, "saved", 100, "{:g} points or less"),
+        + matrix(summary.at_loss, "loss", LOSSES, "saved", 100, "{:g} pt or less"),
         "### Loss in points at equal saving\n\n"
         + matrix(summary.at_saving, "saved", SAVINGS, "loss", 100, "{:g}% saved"),
     ]
@@ -123,7 +123,8 @@ def winners(summary: Summary) -> str:
             others = sorted((row for row in here if row is not first), key=lambda row: -row["wins"])[:2]
             shown = ", ".join(f"`{row['rule']}` {row['wins']:.0%}" for row in others if row["wins"] >= 0.005)
             unit = "saves {}%" if of == "saved" else "loses {} points"
-            lines.append((text.format(100 * level), f"`{first['rule']}`", unit.format(_cell(first[of], 100)),
+            when = text.format(100 * level).replace(" 1 points", " 1 point")
+            lines.append((when, f"`{first['rule']}`", unit.format(_cell(first[of], 100)),
                           f"{first['wins']:.0%}", shown or "–"))  # fmt: skip
     return markdown(("when", "best rule", "what it does", "best in resamples", "others that were"), lines)
 

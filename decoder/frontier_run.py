@@ -36,8 +36,8 @@ class Columns:
     """What one setting did; one entry per task, in the order of the tasks, and ``rounds`` of shape [n, g + 1].
 
     ``exact`` and ``strict`` are scores in [0, 1]; ``text`` is a checksum of the answer; ``tokens`` came out;
-    ``touches`` as above; ``rounds[i, j]`` counts the rounds that accepted at least j drafted tokens (j = 0: all rounds,
-    so target passes). ``examined`` and ``accepted`` count drafted tokens; ``gain`` and ``drift`` are sums over the
+    ``touches`` as above; ``rounds[i, j]`` counts the rounds that put out more than j tokens (j = 0: all rounds, so
+    target passes). ``examined`` and ``accepted`` count drafted tokens; ``gain`` and ``drift`` are sums over the
     examined positions of ``E_q[A] - E_q[A0]`` and of the total variation between what comes out and the target's law.
     """
 

@@ -52,6 +52,12 @@ class Summary:
         ]
         return "{\n " + head + ",\n" + ",\n".join(lists) + "\n}\n"
 
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        return cls(**data | {"sweep": Sweep(**data["sweep"])})
+
     def to_csv(self) -> str:
         """The rows, with an estimate spread over three columns."""
         out = io.StringIO()
@@ -144,7 +150,7 @@ def saved_interval(run: Columns, base: Columns) -> Estimate:
 def best_block(run: Columns, cost_ratio: float) -> tuple[int, float]:
     """The block length up to the sweep's with the best predicted speed over plain decoding, and that speed.
 
-    ``N(g) / (g c + 1)`` with ``N(g)`` one plus the shares of rounds that accepted at least 1, ..., g drafted tokens.
+    ``N(g) / (g c + 1)`` with ``N(g)`` one plus the shares of rounds that put out more than 1, ..., g tokens.
     """
     reach = run.rounds.sum(0) / run.rounds[:, 0].sum()
     speeds = np.cumsum(reach) / (1 + cost_ratio * np.arange(len(reach)))
@@ -188,11 +194,17 @@ def compare(
         {"form": name, "completion": form.completion, "saved": level, "extra_loss": _percentiles(extra[:, j])}
         for name, form in PUBLISHED.items()
         if name in losses and form.completion in losses
-        for extra in [losses[name] - losses[form.completion]]
+        for extra in [_difference(losses[name], losses[form.completion])]
         for j, level in enumerate(SAVINGS)
         if np.isfinite(extra[0, j])
     ]
     return at_saving, at_loss, against
+
+
+def _difference(minuend: Floats, subtrahend: Floats) -> Floats:
+    """The difference where both are finite, else NaN."""
+    both = np.isfinite(minuend) & np.isfinite(subtrahend)
+    return np.where(both, np.where(both, minuend, 0) - np.where(both, subtrahend, 0), np.nan)
 
 
 def _interpolated(curve: tuple[Floats, Floats], levels: Sequence[float]) -> Floats:
@@ -222,8 +234,9 @@ def _ranked(values: dict[str, Floats], key: str, levels: Sequence[float], of: st
     completed = [name for name in values if get_form(name).completed]
     rows = []
     for j, level in enumerate(levels):
-        stacked = np.array([values[name][:, j] for name in completed]) if completed else np.empty((0, 0))
-        first = best(stacked, axis=0) if completed else np.empty(0)
+        stacked = np.array([values[name][:, j] for name in completed]).reshape(len(completed), -1)
+        first = best(stacked, axis=0) if completed else np.empty(0, dtype=np.int64)
+        first = np.where(np.isfinite(stacked).any(axis=0), first, -1)  # a saving that no rule reaches has no winner
         for name in values:
             if not np.isfinite(values[name][0, j]):
                 continue

@@ -41,6 +41,47 @@ def boot_clock() -> float:
     return time.monotonic() if _BOOTTIME is None else time.clock_gettime(_BOOTTIME)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What one caller accepts of a lease. It can only be less than the lease allows.
+
+    ``share`` in [0, 1] of the pool's loss budget (1: all of it, 0: lossless); ``rule``: only this one (None: any);
+    ``plain``: no drafting; ``forks``: whether a paired fork could be scored, else none is drawn.
+    """
+
+    share: float = 1.0
+    rule: str | None = None
+    plain: bool = False
+    forks: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must lie in [0, 1], not {self.share!r}: a caller can only tighten")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing that any lease says would make these requests lenient."""
+        return self.share == 0 or self.rule == "lossless"
+
+    def limit(self, lease: Lease) -> tuple[float, float]:
+        """The largest theta and rho that these terms leave under ``lease``.
+
+        Those of the greatest share in its caps that is at most ours; (0, 0) if there is none, or for another rule.
+        """
+        if self.rule not in (None, lease.rule):
+            return 0.0, 0.0
+        if self.share == 1:
+            return 1.0, 1.0
+        affordable = [cap for cap in lease.caps if cap.share <= self.share]
+        if not affordable:
+            return 0.0, 0.0
+        cap = max(affordable, key=lambda cap: cap.share)
+        return cap.theta, cap.rho
+
+
+ANY = Terms()
+
+
 class Store(Protocol):
     """What the reader needs of `storage.stream.LeaseStore`."""
 
@@ -96,25 +137,25 @@ class ClassLease:
         else:
             self._drop(reason)
 
-    def knobs(self, now: float, rows: int = 1) -> Knobs:
-        """The knobs of a round that starts at ``now`` with ``rows`` rows in the batch."""
+    def knobs(self, now: float, rows: int = 1, terms: Terms = ANY) -> Knobs:
+        """The knobs of a round that starts at ``now`` with ``rows`` rows in the batch, for a caller with ``terms``."""
         lease = self.lease
         if lease is not None and now < self.deadline:
             self.state = LEASED
             row = lease.knobs(rows)
-            if row.theta == 0 or row.rho == 0:
+            theta, rho = terms.limit(lease)
+            theta, rho = min(theta, row.theta), min(rho, row.rho)
+            if theta == 0 or rho == 0:
                 theta, rho = 0.0, 0.0
-            else:
-                theta, rho = row.theta, row.rho
             return Knobs(
-                g=row.g,
-                rule=lease.rule,
+                g=0 if terms.plain else row.g,
+                rule="lossless" if terms.lossless else lease.rule,
                 theta=theta,
                 rho=rho,
                 holdback=lease.holdback,
-                fork=lease.fork,
+                fork=lease.fork if terms.forks else 0.0,
                 label=lease.label,
-                explore=lease.explore,
+                explore=0.0 if terms.plain else lease.explore,
                 epoch=lease.epoch,
                 lease_seq=lease.seq,
             )
@@ -122,7 +163,20 @@ class ClassLease:
         if state != self.state or not self.fallbacks:
             self.state = state
             self.fallbacks[self.trouble] += 1
+        if terms.plain:
+            return Knobs.lossless(0)
         return Knobs.lossless(self.good.knobs(rows).g if self.good is not None else self.default_g)
+
+    def refusal(self, rule: str) -> str | None:
+        """Why a caller may not ask for ``rule``, or None: it may for lossless, and for the rule of the lease.
+
+        While there is no lease every rule that exists will do: all are lossless then.
+        """
+        held = self.lease or self.good
+        allowed = ["lossless", *([held.rule] if held is not None else RULES)]
+        if rule in allowed:
+            return None
+        return f"rule {rule!r} is not on the list of this pool; there is: {', '.join(dict.fromkeys(allowed))}"
 
     def _drop(self, reason: str) -> None:
         self.lease, self.trouble = None, reason  # the deadline stays: the same lease may come back, but not for longer
@@ -171,10 +225,15 @@ class LeaseReader:
         for name in classes:
             self._class(name)
 
-    def knobs(self, traffic_class: str = "default", rows: int = 1) -> Knobs:
-        """The knobs of a round that starts now."""
+    def knobs(self, traffic_class: str = "default", rows: int = 1, terms: Terms = ANY) -> Knobs:
+        """The knobs of a round that starts now, for a caller with ``terms``."""
         with self._lock:
-            return self._class(traffic_class).knobs(self._clock(), rows)
+            return self._class(traffic_class).knobs(self._clock(), rows, terms)
+
+    def refusal(self, traffic_class: str, rule: str) -> str | None:
+        """Why a caller of that class may not ask for ``rule`` now, or None."""
+        with self._lock:
+            return self._class(traffic_class).refusal(rule)
 
     @property
     def state(self) -> dict[str, str]:

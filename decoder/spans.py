@@ -6,8 +6,8 @@ token is lenient only if the text is prose before, in and after it, and what may
 fence or a marker counts as structured until it has turned out not to be.
 
 Fences are those of CommonMark, a little wider: three or more backticks or tildes that begin a line, behind any indent,
-quote or list marker; they end at a line of at least as many of the same. Inline code is prose. An answer that is JSON as
-a whole (``response_format``) needs no tracker: the request is pinned.
+quote or list marker; they end at a line of at least as many of the same. Inline code is prose. An answer that is JSON
+as a whole (``response_format``) needs no tracker: the request is pinned.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from decoder.generate import Completion, Engine, Request
+from decoder.generate import Completion, Engine, ForkResult, Request
 from decoder.knobs import LEASED, LeaseReader
 from decoder.sampling import SamplingParams
 from decoder.telemetry import TelemetrySender
@@ -131,6 +131,106 @@ class WorkerMetrics(Collector):
         )
 
 
+class Reporter:
+    """Says what happened to requests: records to the stream, counts to the metrics. ``wall()`` is Unix seconds."""
+
+    def __init__(
+        self,
+        sender: TelemetrySender,
+        metrics: WorkerMetrics,
+        *,
+        pool: str,
+        worker: str,
+        boot: str,
+        wall: Callable[[], float] = time.time,
+    ):
+        self.sender, self.metrics = sender, metrics
+        self._pool, self._worker, self._boot = pool, worker, boot
+        self.wall = wall
+
+    def served(self, c: Completion, started: float, strategy: str = "speculative") -> None:
+        """Report a finished request that was begun at ``started``."""
+        self.metrics.served(c)
+        k = c.knobs
+        self.sender.send(
+            RequestRecord(
+                request_id=c.request.request_id,
+                pool=self._pool,
+                traffic_class=c.request.traffic_class,
+                worker=self._worker,
+                boot=self._boot,
+                epoch=k.epoch,
+                lease_seq=k.lease_seq,
+                rule=k.rule,
+                theta=k.theta,
+                rho=k.rho,
+                arm=c.arm,
+                holdback_prob=c.holdback_prob,
+                fork_prob=c.fork_prob,
+                label_prob=c.label_prob,
+                fork_drawn=c.fork_drawn,
+                label_drawn=c.label_drawn,
+                touches=c.touches,
+                first_touch_at=c.first_touch_at,
+                started=started,
+                prompt_tokens=len(c.request.prompt_ids),
+                tokens=len(c.token_ids),
+                target_passes=c.target_passes,
+                first_token_s=c.first_token_s,
+                total_s=c.total_s,
+                finish_reason=c.finish_reason,
+                strategy=strategy,
+            )
+        )
+
+    def forked(self, c: Completion, result: ForkResult | None) -> None:
+        """Report how the drawn fork of a request ended; None: it never ran."""
+        name = c.request.traffic_class
+        self.metrics.forks.labels(name, str(result is not None).lower()).inc()
+        if result is not None:
+            self.metrics.fork_seconds.labels(name).inc(result.total_s)
+        self.sender.send(
+            ForkRecord(
+                request_id=c.request.request_id,
+                pool=self._pool,
+                traffic_class=name,
+                worker=self._worker,
+                boot=self._boot,
+                done=result is not None,
+                touches=result.touches if result is not None else 0,
+                tokens=len(result.token_ids) if result is not None else 0,
+                target_passes=result.target_passes if result is not None else 0,
+                total_s=result.total_s if result is not None else 0.0,
+            )
+        )
+
+    def scored(self, c: Completion, scoring: Scoring, branch: Branch, token_ids: Sequence[int]) -> None:
+        """Score one branch and report it; a score that cannot be made is counted and not sent."""
+        name = c.request.traffic_class
+        try:
+            value = float(scoring.score(token_ids))
+            if not (math.isfinite(value) and 0 <= value <= 1):
+                raise ValueError(f"scorer {scoring.scorer} gave {value}, expected a score in [0, 1]")
+        except Exception:
+            self.metrics.scores_failed.labels(name).inc()
+            log.exception("worker: no score", request_id=c.request.request_id, branch=branch)
+            return
+        self.metrics.scores.labels(name, branch).inc()
+        self.sender.send(
+            QualityScore(
+                request_id=c.request.request_id,
+                pool=self._pool,
+                traffic_class=name,
+                branch=branch,
+                metric=scoring.metric,
+                score=value,
+                scorer=scoring.scorer,
+                scorer_version=scoring.version,
+                time=self.wall(),
+            )
+        )
+
+
 class Worker:
     """Decodes the tasks of ``source`` one after another until it is stopped or the source ends."""
 
@@ -150,10 +250,10 @@ class Worker:
         wall: Callable[[], float] = time.time,
     ):
         self._engine, self._source, self._sender, self._reader = engine, source, sender, reader
-        self._pool, self._worker, self._boot = pool, worker, boot
+        self._worker, self._boot = worker, boot
         self._max_requests = max_requests
-        self._wall = wall
         self.metrics = metrics or WorkerMetrics(sender, reader)
+        self._report = Reporter(sender, self.metrics, pool=pool, worker=worker, boot=boot, wall=wall)
         self._stop = stop or threading.Event()
         self._begun = 0
         self.served = 0
@@ -193,48 +293,17 @@ class Worker:
             traffic_class=task.traffic_class,
             pinned=task.pinned,
         )
-        started = self._wall()
+        started = self._report.wall()
         completion = self._engine.generate(request, lambda: self._reader.knobs(task.traffic_class), self._sender)
         self.served += 1
-        self.metrics.served(completion)
-        self._sender.send(self._request_record(completion, started))
+        self._report.served(completion, started)
         fork_ids = self._fork(completion) if completion.fork_drawn else None
         scoring = task.scoring
         if scoring is not None and (fork_ids is not None or completion.label_drawn or scoring.always):
-            self._score(completion, scoring, "served", completion.token_ids)
+            self._report.scored(completion, scoring, "served", completion.token_ids)
             if fork_ids is not None:
-                self._score(completion, scoring, "fork", fork_ids)
+                self._report.scored(completion, scoring, "fork", fork_ids)
         return completion
-
-    def _request_record(self, c: Completion, started: float) -> RequestRecord:
-        k = c.knobs
-        return RequestRecord(
-            request_id=c.request.request_id,
-            pool=self._pool,
-            traffic_class=c.request.traffic_class,
-            worker=self._worker,
-            boot=self._boot,
-            epoch=k.epoch,
-            lease_seq=k.lease_seq,
-            rule=k.rule,
-            theta=k.theta,
-            rho=k.rho,
-            arm=c.arm,
-            holdback_prob=c.holdback_prob,
-            fork_prob=c.fork_prob,
-            label_prob=c.label_prob,
-            fork_drawn=c.fork_drawn,
-            label_drawn=c.label_drawn,
-            touches=c.touches,
-            first_touch_at=c.first_touch_at,
-            started=started,
-            prompt_tokens=len(c.request.prompt_ids),
-            tokens=len(c.token_ids),
-            target_passes=c.target_passes,
-            first_token_s=c.first_token_s,
-            total_s=c.total_s,
-            finish_reason=c.finish_reason,
-        )
 
     def _fork(self, c: Completion) -> Sequence[int] | None:
         """Run the drawn fork, unless the worker is stopping; None when it did not run, which is said in the record."""
@@ -244,47 +313,5 @@ class Worker:
                 result = self._engine.fork(c)
             except Exception:
                 log.exception("worker: a fork failed", request_id=c.request.request_id)
-        name = c.request.traffic_class
-        self.metrics.forks.labels(name, str(result is not None).lower()).inc()
-        if result is not None:
-            self.metrics.fork_seconds.labels(name).inc(result.total_s)
-        self._sender.send(
-            ForkRecord(
-                request_id=c.request.request_id,
-                pool=self._pool,
-                traffic_class=name,
-                worker=self._worker,
-                boot=self._boot,
-                done=result is not None,
-                touches=result.touches if result is not None else 0,
-                tokens=len(result.token_ids) if result is not None else 0,
-                target_passes=result.target_passes if result is not None else 0,
-                total_s=result.total_s if result is not None else 0.0,
-            )
-        )
+        self._report.forked(c, result)
         return None if result is None else result.token_ids
-
-    def _score(self, c: Completion, scoring: Scoring, branch: Branch, token_ids: Sequence[int]) -> None:
-        name = c.request.traffic_class
-        try:
-            value = float(scoring.score(token_ids))
-            if not (math.isfinite(value) and 0 <= value <= 1):
-                raise ValueError(f"scorer {scoring.scorer} gave {value}, expected a score in [0, 1]")
-        except Exception:
-            self.metrics.scores_failed.labels(name).inc()
-            log.exception("worker: no score", request_id=c.request.request_id, branch=branch)
-            return
-        self.metrics.scores.labels(name, branch).inc()
-        self._sender.send(
-            QualityScore(
-                request_id=c.request.request_id,
-                pool=self._pool,
-                traffic_class=name,
-                branch=branch,
-                metric=scoring.metric,
-                score=value,
-                scorer=scoring.scorer,
-                scorer_version=scoring.version,
-                time=self._wall(),
-            )
-        )

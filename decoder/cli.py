@@ -1,17 +1,14 @@
 """The command line of the decoding side: ``lenity worker`` and ``lenity frontier``, also ``python -m decoder.cli``.
 
-This module is the worker's composition root. torch is imported inside the command, so that ``--help`` is quick.
+torch is imported inside the commands, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import signal
 import socket
 import sys
-import threading
-import uuid
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,19 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import structlog
 import typer
 
+from decoder.wiring import HttpOptions, Scorer, assemble, serve_http, serve_traffic, stop_on_signals
 from storage.errors import StorageError
-from storage.stream import LeaseStore, StreamWriter, connect
+from storage.stream import connect
 
 if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    import redis
-    from prometheus_client import CollectorRegistry
-
     import decoder.drafters
     from decoder.generate import Engine
-
-log = structlog.get_logger(__name__)
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Lenity: the decoding side."
@@ -53,7 +44,7 @@ class Domain(StrEnum):
 
 
 class Traffic(StrEnum):
-    """Where requests come from."""
+    """Requests that a worker makes itself."""
 
     demo = "demo"
 
@@ -72,30 +63,58 @@ def worker(
     draft: Annotated[Path | None, typer.Option(help="Draft model directory; by default the bundled one")] = None,
     drafter: Annotated[Drafter, typer.Option(help="What proposes tokens")] = Drafter.model,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for the models")] = 1,
-    traffic: Annotated[Traffic, typer.Option(help="Where requests come from")] = Traffic.demo,
+    serve: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve OpenAI's API here (port 0: a free one)")
+    ] = None,
+    traffic: Annotated[Traffic | None, typer.Option(help="Decode made-up requests instead of serving")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the traffic; each worker id draws its own")] = 0,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests")] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Stop the traffic after so many requests")] = None,
     metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics here")] = None,
+    model_name: Annotated[str, typer.Option(help="Name of the model for callers; by default the pool's")] = "",
+    max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode together")] = 8,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more are answered with 429")] = 64,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what is running after SIGTERM")] = 30.0,
+    traffic_class: Annotated[
+        list[str] | None, typer.Option(help="Traffic class that callers may name; repeat. The first is the default")
+    ] = None,
+    scorer: Annotated[Scorer, typer.Option(help="Scores served answers; none: no forks are drawn")] = Scorer.none,
+    metric: Annotated[str, typer.Option(help="Name of the scores, as in the policy's objective")] = "json_valid",
 ) -> None:
     """Decode requests under the pool's leases, and report telemetry; lossless whenever there is no lease.
 
-    SIGTERM and SIGINT finish the request in hand, flush the telemetry and exit with 0.
+    Either serves HTTP (--serve) or makes its own requests (--traffic). SIGTERM and SIGINT finish what is in hand, flush
+    the telemetry and exit with 0.
     """
     log_to_stderr()
     worker_id = worker_id or re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname()) or "worker"
-    for option, value in (("--pool", pool), ("--worker-id", worker_id)):
+    classes = tuple(traffic_class or ["default"])
+    names = [("--pool", pool), ("--worker-id", worker_id), ("--metric", metric)]
+    for option, value in [*names, *(("--traffic-class", name) for name in classes)]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", value):
             raise typer.BadParameter(f"{value!r} is not a short name (letters, digits, . _ : -)", param_hint=option)
+    if (serve is None) == (traffic is None):
+        raise typer.BadParameter("give exactly one of --serve HOST:PORT and --traffic demo", param_hint="--serve")
+    http = None
+    if serve is not None:
+        http = HttpOptions(_address(serve), model_name or pool, max_rows, queue, grace, classes, scorer, metric)
+    import torch
+
     from policies.errors import ModelError
 
     try:
         client = connect(redis_url, name=f"lenity-worker-{worker_id}")
-        raise typer.Exit(
-            _serve(client, pool, worker_id, target, draft, drafter, threads, seed, max_requests, metrics_port)
-        )
+        stop = stop_on_signals()
+        torch.set_num_threads(threads)
+        engine, proposer, tokenizer = load_engine(target, draft, drafter)
+        parts = assemble(client, engine, proposer, tokenizer, target is None, pool=pool, worker=worker_id, stop=stop)
+        if http is not None:
+            code = serve_http(parts, http, metrics_port)
+        else:
+            code = serve_traffic(parts, client, seed, max_requests, metrics_port)
     except (ModelError, StorageError) as e:
         typer.echo(f"lenity worker: {e}", err=True)
         raise typer.Exit(2) from e
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -147,58 +166,13 @@ def frontier(
     raise typer.Exit(code)
 
 
-def _serve(
-    client: redis.Redis,
-    pool: str,
-    worker_id: str,
-    target: Path | None,
-    draft: Path | None,
-    drafter: Drafter,
-    threads: int,
-    seed: int,
-    max_requests: int | None,
-    metrics_port: int | None,
-) -> int:
-    """Wire everything, run until told to stop, take it apart again; returns the exit code."""
-    import torch
-
-    from decoder.demo.traffic import ProblemSource
-    from decoder.knobs import LeaseReader
-    from decoder.telemetry import TelemetrySender
-    from decoder.worker import Worker
-
-    stop = _stop_on_signals()
-    torch.set_num_threads(threads)
-    engine, proposer, tokenizer = load_engine(target, draft, drafter)
-    boot = uuid.uuid4().hex[:16]
-    _say_if_away(client)
-    source = ProblemSource(tokenizer, pool, client, seed=f"{seed}/{worker_id}")
-    reader = LeaseReader(LeaseStore(client), pool, deterministic_drafter=proposer.deterministic)
-    sender = TelemetrySender(StreamWriter(client, pool), pool, worker_id, boot)
-    running = Worker(
-        engine, source, sender, reader, pool=pool, worker=worker_id, boot=boot, max_requests=max_requests, stop=stop
-    )
-    server = _serve_metrics(metrics_port, running.metrics.registry) if metrics_port else None
-    reader.poll_once()  # so that the first request already knows its lease
-    reader.start()
-    log.info("worker: serving", pool=pool, worker=worker_id, boot=boot, drafter=drafter.value, threads=threads)
-    try:
-        served = running.run()
-    finally:
-        reader.close()
-        flushed = sender.close()
-        if server is not None:
-            server[0].shutdown()
-            server[0].server_close()
-    log.info(
-        "worker: stopped",
-        served=served,
-        flushed=flushed,
-        dropped_positions=sender.dropped_positions,
-        dropped_records=sender.dropped_records,
-        lossless_fallbacks=reader.fallbacks,
-    )
-    return 0
+def _address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, with an IPv6 host in brackets."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--serve")
+    return host, int(port)
 
 
 def load_engine(
@@ -232,32 +206,6 @@ def log_to_stderr() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-
-
-def _say_if_away(client: redis.Redis) -> None:
-    from redis.exceptions import RedisError
-
-    try:
-        client.ping()
-    except (RedisError, OSError) as e:
-        log.warning("worker: the stream server is away; serving losslessly, telemetry is kept as it fits", error=str(e))
-
-
-def _stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set; from here on they do nothing else."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    return stop
-
-
-def _serve_metrics(port: int, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread]:
-    from prometheus_client import start_http_server
-
-    try:
-        return start_http_server(port, registry=registry)
-    except OSError as e:
-        raise typer.BadParameter(f"port {port} cannot be used: {e}", param_hint="--metrics-port") from e
 
 
 if __name__ == "__main__":

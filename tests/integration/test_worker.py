@@ -53,7 +53,8 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 @contextmanager
 def worker(tmp_path: Path, url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A worker process; its log is in ``tmp_path/worker.log``. Killed at the end if it still runs."""
-    command = [sys.executable, "-m", "decoder.cli", "worker", "--redis-url", url, "--worker-id", "w1", *options]
+    command = [sys.executable, "-m", "decoder.cli", "worker", "--redis-url", url, "--worker-id", "w1"]
+    command += ["--traffic", "demo", *options]
     with (tmp_path / "worker.log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stderr=log, stdout=log, text=True, env=os.environ | {"LC_ALL": "C"}
@@ -173,7 +174,8 @@ def test_a_model_directory_that_is_missing_is_named(tmp_path):
     log = structlog.get_config()
     try:
         done = CliRunner().invoke(
-            app, ["worker", "--redis-url", "unix:///nobody.sock", "--target", str(tmp_path / "no")]
+            app,
+            ["worker", "--redis-url", "unix:///nobody.sock", "--traffic", "demo", "--target", str(tmp_path / "no")],
         )
     finally:
         structlog.configure(**log)
@@ -183,7 +185,10 @@ def test_a_model_directory_that_is_missing_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--redis-url", "gopher://x"], "stream server URL"),
+        (["--redis-url", "gopher://x", "--traffic", "demo"], "stream server URL"),
+        (["--redis-url", "unix:///nobody.sock"], "exactly one"),
+        (["--redis-url", "unix:///nobody.sock", "--traffic", "demo", "--serve", "127.0.0.1:0"], "exactly one"),
+        (["--redis-url", "unix:///nobody.sock", "--serve", "8000"], "HOST:PORT"),
         (["--redis-url", "unix:///nobody.sock", "--pool", "a pool"], "not a short name"),
         (["--redis-url", "unix:///nobody.sock", "--traffic", "http"], "demo"),
         ([], "--redis-url"),

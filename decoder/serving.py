@@ -1,0 +1,344 @@
+"""The serving loop: a bounded queue of requests in front of a batch that one thread decodes.
+
+`Serving.submit`, `Serving.cancel` and `Serving.drain` may be called from any thread; `Serving.turn` is one step of the
+decoding thread: cancel what was given up, admit what waits, decode one round of every row, report what finished. Forks
+that were drawn run when nothing else is there to do; one whose deadline has passed, or that is left when the worker
+stops, is reported as never run.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from decoder.batch import Batch
+from decoder.generate import Completion, ForkResult, Knobs, Observer, Request
+from decoder.knobs import LeaseReader, Terms
+from decoder.worker import MAX_FAILURES_IN_A_ROW, Reporter, Scoring
+
+log = structlog.get_logger(__name__)
+
+MAX_FORKS = 256  # forks that wait; the oldest is given up for a newer one
+
+ROUND_S = 30.0  # no round lasts longer
+
+
+class Busy(Exception):
+    """The queue is full; try again after ``retry_after`` seconds."""
+
+    def __init__(self, retry_after: int):
+        super().__init__(f"the worker is busy; try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class Draining(Exception):
+    """The worker is stopping and takes nothing new."""
+
+
+class Listener(Protocol):
+    """Who waits for a request. Called from the decoding thread: must neither block nor raise."""
+
+    def tokens(self, ids: list[int], /) -> None:
+        """What a round emitted."""
+        ...
+
+    def finished(self, completion: Completion, /) -> None:
+        """The request is done: completed, or cancelled for want of time."""
+        ...
+
+    def failed(self, error: Exception, /) -> None:
+        """It could not be served: ValueError if the request is at fault, Draining if the time was too short."""
+        ...
+
+
+class Forker(Protocol):
+    """What the loop needs of the engine."""
+
+    def fork(self, completion: Completion, /) -> ForkResult:
+        """Generate the branch that was not served."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request with its caller's terms. ``streaming`` asks for tokens as they come."""
+
+    request: Request
+    terms: Terms
+    listener: Listener
+    scoring: Scoring | None = None
+    streaming: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def strategy(self) -> str:
+        return "plain" if self.terms.plain else "speculative"
+
+
+@dataclass
+class _Running:
+    job: Job
+    started: float
+
+
+@dataclass
+class _Fork:
+    completion: Completion
+    scoring: Scoring
+    deadline: float
+
+
+class ServingMetrics:
+    """Prometheus metrics of the queue in front of the batch."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self.queued = Gauge("lenity_worker_queued_requests", "Requests that wait for a row", registry=registry)
+        self.running = Gauge("lenity_worker_running_requests", "Requests in the batch", registry=registry)
+        self.refused = Counter(
+            "lenity_worker_refused_requests", "Requests refused before decoding", ["reason"], registry=registry
+        )
+        self.cancelled = Counter("lenity_worker_cancelled_requests", "Requests given up by callers", registry=registry)
+        self.wait = Histogram("lenity_worker_queue_seconds", "Time from arrival to the batch", registry=registry)
+        self.first = Histogram(
+            "lenity_worker_first_token_seconds", "Time from the batch to the first token", registry=registry
+        )
+        self.total = Histogram("lenity_worker_request_seconds", "Time from the batch to the end", registry=registry)
+
+
+class Serving:
+    """Requests that wait, the batch, and the forks. ``capacity`` is rows and queue together."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        forker: Forker,
+        reader: LeaseReader,
+        reporter: Reporter,
+        observer: Observer | None = None,
+        *,
+        queue_size: int = 64,
+        fork_deadline_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if queue_size < 0:
+            raise ValueError(f"queue_size must be at least 0, not {queue_size!r}")
+        self._batch, self._forker, self._observer = batch, forker, observer
+        self._reader, self._report = reader, reporter
+        self._fork_deadline_s, self._clock = fork_deadline_s, clock
+        self.rows = batch.rows + batch.free
+        self.capacity = self.rows + queue_size
+        self.metrics = ServingMetrics(reporter.metrics.registry)
+        self._wake = threading.Condition(threading.Lock())
+        self._waiting: deque[Job] = deque()
+        self._given_up: set[str] = set()
+        self._taken = 0  # requests that wait or run
+        self._draining = self._stop_now = self._ended = False
+        self._running: dict[str, _Running] = {}  # only the decoding thread touches these two
+        self._forks: deque[_Fork] = deque()
+        self._mean_s = 0.5
+        self._failures = 0
+
+    # Any thread.
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken."""
+        return self._draining
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue all of ``jobs`` or none; raises Busy, Draining, or ValueError for more than ever fit."""
+        if len(jobs) > self.capacity:
+            raise ValueError(f"{len(jobs)} outputs were asked for; this worker takes at most {self.capacity} at once")
+        with self._wake:
+            if self._draining:
+                self.metrics.refused.labels("draining").inc(len(jobs))
+                raise Draining("the worker is stopping")
+            if self._taken + len(jobs) > self.capacity:
+                self.metrics.refused.labels("busy").inc(len(jobs))
+                ahead = self._taken + len(jobs) - self.capacity
+                raise Busy(max(1, math.ceil(ahead / self.rows * self._mean_s)))
+            self._taken += len(jobs)
+            self._waiting.extend(jobs)
+            self.metrics.queued.set(len(self._waiting))
+            self._wake.notify_all()
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """The callers of these requests are gone: drop them. Unknown and finished ones are ignored."""
+        with self._wake:
+            self._given_up.update(request_ids)
+            self._wake.notify_all()
+
+    def drain(self, grace_s: float) -> bool:
+        """Take nothing new, finish what was taken within ``grace_s``, give up the rest; True if nothing was given up.
+
+        Returns when the decoding thread has ended `run`, or hangs in a round for ``ROUND_S``.
+        """
+        with self._wake:
+            self._draining = True
+            self._wake.notify_all()
+            in_time = self._wake.wait_for(lambda: self._taken == 0 or self._ended, timeout=grace_s)
+            self._stop_now = True
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._ended, timeout=ROUND_S)
+        return in_time
+
+    # The decoding thread.
+
+    def run(self) -> None:
+        """Decode until drained. Ends with the last error after `MAX_FAILURES_IN_A_ROW` failed rounds in a row."""
+        try:
+            while not self._stop_now:
+                if self.turn():
+                    continue
+                with self._wake:
+                    self._wake.wait_for(lambda: self._waiting or self._given_up or self._stop_now, timeout=1.0)
+        finally:
+            self._end_all()
+            with self._wake:
+                self._draining = self._ended = True
+                self._wake.notify_all()
+
+    def turn(self) -> bool:
+        """One step; False when there was nothing to do."""
+        with self._wake:
+            given_up, self._given_up = self._given_up, set()
+            dropped = [job for job in self._waiting if job.request.request_id in given_up]
+            if dropped:
+                self._waiting = deque(job for job in self._waiting if job.request.request_id not in given_up)
+        for job in dropped:
+            self.metrics.cancelled.inc()
+            self._leave(job)
+        for name in given_up:
+            self._cancel(name)
+        self._admit()
+        if self._batch.rows:
+            self._round()
+            return True
+        return self._fork_one()
+
+    def _admit(self) -> None:
+        while self._batch.free:
+            with self._wake:
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+                self.metrics.queued.set(len(self._waiting))
+            listen = job.listener.tokens if job.streaming else None
+            try:
+                self._batch.add(job.request, self._knobs(job), self._observer, listen)
+            except ValueError as e:
+                self.metrics.refused.labels("invalid").inc()
+                self._leave(job, e)
+                continue
+            self._running[job.request.request_id] = _Running(job, self._report.wall())
+            self.metrics.running.set(self._batch.rows)
+            self.metrics.wait.observe(max(0.0, time.monotonic() - job.arrived))
+
+    def _knobs(self, job: Job) -> Callable[[], Knobs]:
+        name, terms, batch, reader = job.request.traffic_class, job.terms, self._batch, self._reader
+        return lambda: reader.knobs(name, batch.rows, terms)
+
+    def _round(self) -> None:
+        try:
+            done = self._batch.step()
+        except Exception as e:
+            self._failures += 1
+            log.exception("serving: a round failed; its requests are lost", rows=self._batch.rows)
+            for name in list(self._running):
+                self._batch.cancel(name)
+                job = self._running.pop(name).job
+                self._report.metrics.failed.labels(job.request.traffic_class).inc()
+                self._leave(job, e)
+            if self._failures >= MAX_FAILURES_IN_A_ROW:
+                raise
+            return
+        self._failures = 0
+        for completion in done:
+            running = self._running.pop(completion.request.request_id)
+            self.metrics.first.observe(completion.first_token_s)
+            self.metrics.total.observe(completion.total_s)
+            self._mean_s += 0.05 * (completion.total_s - self._mean_s)
+            self._finish(running, completion)
+
+    def _cancel(self, name: str) -> None:
+        running = self._running.pop(name, None)
+        if running is None:
+            return
+        self.metrics.cancelled.inc()
+        completion = self._batch.cancel(name)
+        if completion is None:
+            self._leave(running.job)
+        else:
+            self._finish(running, completion)
+
+    def _finish(self, running: _Running, completion: Completion) -> None:
+        """Report a completion, and remember its fork; a cancelled one has none, which takes the worst case."""
+        job = running.job
+        self._report.served(completion, running.started, job.strategy)
+        scoring = job.scoring
+        if completion.fork_drawn and (scoring is None or completion.finish_reason == "cancelled"):
+            self._report.forked(completion, None)
+        elif completion.fork_drawn and scoring is not None:
+            if len(self._forks) >= MAX_FORKS:
+                self._report.forked(self._forks.popleft().completion, None)
+            self._forks.append(_Fork(completion, scoring, self._clock() + self._fork_deadline_s))
+        elif scoring is not None and (completion.label_drawn or scoring.always):
+            self._report.scored(completion, scoring, "served", completion.token_ids)
+        self._leave(job, completion=completion)
+
+    def _fork_one(self) -> bool:
+        if not self._forks:
+            return False
+        fork = self._forks.popleft()
+        result = None
+        if self._clock() < fork.deadline:
+            try:
+                result = self._forker.fork(fork.completion)
+            except Exception:
+                log.exception("serving: a fork failed", request_id=fork.completion.request.request_id)
+        self._report.forked(fork.completion, result)
+        if result is not None:
+            self._report.scored(fork.completion, fork.scoring, "served", fork.completion.token_ids)
+            self._report.scored(fork.completion, fork.scoring, "fork", result.token_ids)
+        return True
+
+    def _leave(self, job: Job, error: Exception | None = None, completion: Completion | None = None) -> None:
+        """A request is over: make room, then tell who waits for it."""
+        with self._wake:
+            self._taken -= 1
+            self.metrics.queued.set(len(self._waiting))
+            self._wake.notify_all()
+        self.metrics.running.set(self._batch.rows)
+        try:
+            if error is not None:
+                job.listener.failed(error)
+            elif completion is not None:
+                job.listener.finished(completion)
+        except Exception:
+            log.exception("serving: a listener failed", request_id=job.request.request_id)
+
+    def _end_all(self) -> None:
+        """Give up what is left when the loop ends."""
+        with self._wake:
+            waiting, self._waiting = list(self._waiting), deque()
+        gone = Draining("the worker stopped before this request was finished")
+        for job in waiting:
+            self._leave(job, gone)
+        for name, running in list(self._running.items()):
+            completion = self._batch.cancel(name)
+            if completion is not None:
+                self._report.served(completion, running.started, running.job.strategy)
+                if completion.fork_drawn:
+                    self._report.forked(completion, None)
+            self._leave(running.job, gone)
+        self._running.clear()
+        while self._forks:
+            self._report.forked(self._forks.popleft().completion, None)

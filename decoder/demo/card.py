@@ -248,6 +248,9 @@ Where the two disagree, along reference solutions:
 Muon for matrices, AdamW for embeddings and norms, bfloat16 matrix products, prompts masked, learning rate warmed up
 over 50 steps and lowered linearly over the last 70%. Weights are stored in fp16 and loaded in fp32.
 
+The last step was added because the target was not good enough without it: on 2,000 other problems (seed 271828) it got
+.898 of them right at temperature 1, and .90 is required. The problems of the figures above were drawn after that.
+
 ## Limits
 
 - Problems come from templates. Nothing here says how much leniency costs on language that people write.

@@ -1,9 +1,10 @@
 """Trains the bundled pair: ``python -m decoder.demo.train --all`` (about 35 minutes on one core).
 
 Four steps, all on generated problems, each a fixed number of optimizer steps from a fixed seed: the draft; the target
-on easy and wide problems, then twice more on easy and hard ones with lower rates. Only solutions are learnt, prompts are
-masked. Muon moves the matrices, AdamW the embeddings and norms. The matrix products run in bfloat16, so another kind of
-CPU or another thread count may round differently; the bundled weights were made with these recipes and one thread.
+on easy and wide problems, then twice more on easy and hard ones with lower rates. Only solutions are learnt, prompts
+are masked. Muon moves the matrices, AdamW the embeddings and norms. The matrix products run in bfloat16, so another
+kind of CPU or another thread count may round differently; the bundled weights were made with these recipes and one
+thread.
 
 Weights are saved in fp16 with ``"dtype": "float32"`` in config.json, so that they load, and run, in fp32.
 """

@@ -35,6 +35,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m bench $(ARGS)
 
 smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet gguf
 	$(BIN)/python -m bench.smollm2
 
 format: $(VENV)/.installed

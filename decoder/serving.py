@@ -201,10 +201,12 @@ class Serving:
                 with self._wake:
                     self._wake.wait_for(lambda: self._waiting or self._given_up or self._stop_now, timeout=1.0)
         finally:
-            self._end_all()
-            with self._wake:
-                self._draining = self._ended = True
-                self._wake.notify_all()
+            try:
+                self._end_all()
+            finally:
+                with self._wake:
+                    self._draining = self._ended = True
+                    self._wake.notify_all()
 
     def turn(self) -> bool:
         """One step; False when there was nothing to do."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from decoder.generate import Knobs
-from decoder.knobs import DEFAULT_G, MAX_CLASSES, LeaseReader
+from decoder.knobs import DEFAULT_G, MAX_CLASSES, LeaseReader, Terms
 from storage.errors import SampleError, StorageError
-from storage.records import KnobRow, Lease
+from storage.records import CapRow, KnobRow, Lease
 from tests.support import wait_until
 
 LEASE = Lease(
@@ -215,3 +215,71 @@ def test_polling_survives_a_fault_and_ends_when_told():
     assert asked == len(store.asked)
     with pytest.raises(ValueError, match="running"):
         leases.start()
+
+
+# -- what a caller asks for --------------------------------------------------------------------------------------------
+
+CAPPED = replace(LEASE, table=(KnobRow(8, 4, 0.8, 1.0),), caps=(CapRow(0.25, 0.1, 0.5), CapRow(0.5, 0.3, 1.0)))
+
+
+def leased(lease: Lease = CAPPED) -> LeaseReader:
+    leases = reader(Store(lease))
+    leases.poll_once()
+    return leases
+
+
+@pytest.mark.parametrize(
+    ("share", "theta", "rho"),
+    [(1.0, 0.8, 1.0), (0.99, 0.3, 1.0), (0.5, 0.3, 1.0), (0.49, 0.1, 0.5), (0.25, 0.1, 0.5), (0.2, 0, 0), (0, 0, 0)],
+)
+def test_a_caller_who_asks_for_less_loss_gets_the_greatest_cap_it_can_afford(share, theta, rho):
+    k = leased().knobs(terms=Terms(share=share))
+    assert (k.theta, k.rho, k.g, k.epoch, k.lease_seq) == (theta, rho, 4, 3, 5)
+
+
+def test_a_cap_never_loosens_what_the_lease_says():
+    strict = replace(CAPPED, table=(KnobRow(8, 4, 0.05, 0.4),))
+    k = leased(strict).knobs(terms=Terms(share=0.5))
+    assert (k.theta, k.rho) == (0.05, 0.4)
+
+
+def test_without_caps_less_than_the_whole_budget_is_lossless():
+    assert is_lossless(leased(LEASE).knobs(terms=Terms(share=0.9)))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_no_caller_gets_more_than_the_budget(share):
+    with pytest.raises(ValueError, match="only tighten"):
+        Terms(share=share)
+
+
+def test_a_caller_who_wants_lossless_is_lossless_under_every_lease_and_reported_so():
+    for terms in (Terms(share=0), Terms(rule="lossless")):
+        k = leased().knobs(terms=terms)
+        assert terms.lossless and is_lossless(k) and k.rule == "lossless" and k.g == 4
+
+
+def test_a_caller_who_named_a_rule_is_lossless_once_the_lease_has_another():
+    assert leased().knobs(terms=Terms(rule="threshold")).theta == 0.8
+    assert is_lossless(leased(replace(CAPPED, rule="token_v3")).knobs(terms=Terms(rule="threshold")))
+
+
+def test_plain_decoding_drafts_nothing_with_and_without_a_lease():
+    for leases in (leased(), reader(Store())):
+        k = leases.knobs(terms=Terms(plain=True))
+        assert (k.g, k.explore) == (0, 0.0)
+
+
+def test_no_fork_is_drawn_where_none_could_be_scored():
+    assert leased().knobs().fork == 0.5
+    assert leased().knobs(terms=Terms(forks=False)).fork == 0.0
+
+
+def test_a_caller_may_name_lossless_or_the_rule_of_the_lease():
+    leases = leased()
+    assert leases.refusal("default", "lossless") is None
+    assert leases.refusal("default", "threshold") is None
+    assert "there is: lossless, threshold" in str(leases.refusal("default", "token_v3"))
+    unleased = reader(Store())
+    assert unleased.refusal("default", "token_v3") is None  # lossless until there is a lease
+    assert "no_rule" in str(unleased.refusal("default", "no_rule"))

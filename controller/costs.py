@@ -41,7 +41,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32)  # rows; a round belongs to the smallest that hol
 WARM_UP = 16
 CHUNK = 32
 CLIP = 3.0
-PRIOR_ROUNDS = 2.0  # weight of the prior on the ratio of slope and fixed part
+PRIOR_ROUNDS = 0.5  # weight of the prior on the ratio of slope and fixed part
 SCALE_HALF_LIFE = 100.0
 
 SHORTEST_S, LONGEST_S = 1e-5, 60.0  # a target pass outside cannot be
@@ -369,6 +369,11 @@ def _buckets(block: TokenBlock) -> Ints:
     """The batch bucket of each round."""
     rows = np.minimum(block.round_rows.astype(np.int64), BUCKETS[-1])
     return np.array(BUCKETS)[np.searchsorted(BUCKETS, np.maximum(rows, 1))]
+
+
+def buckets_of(block: TokenBlock) -> set[int]:
+    """The batch buckets that the rounds of a block count for."""
+    return set(np.unique(_buckets(block)).tolist())
 
 
 def _measured(block: TokenBlock) -> npt.NDArray[np.bool_]:

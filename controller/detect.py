@@ -13,8 +13,8 @@ sum n`` is a supermartingale and the mean number of weight units to a false alar
 What is assumed beyond that. Values of a stationary stream that are correlated vary more in the long run: ``phi >= 1``
 is the ratio of the variance of sums over windows to that of independent coins, learnt online, in windows that grow with
 phi (`WINDOW` phi); it makes up for correlation that dies out within such a window. The mean itself is learnt, from the
-last `MEMORY` units of weight; phi is widened by ``1 + DETECTION / remembered``. With both the bound is no theorem, but
-tests hold it to its word (tests/statistical/test_detect.py).
+last `MEMORY` units of weight; phi is widened by one plus the weight of a typical run to the alarm over what is
+remembered. With both the bound is no theorem, but tests hold it to its word (tests/statistical/test_detect.py).
 
 Signals. *draft*: acceptance, as lossless acceptance ``A0`` over the positions that a lossless rule would have
 examined, so that neither the knob nor the block length in use moves it. *cost*: seconds of a round over what the cost
@@ -42,7 +42,7 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SHIFTS = np.array([-3.0, -1.2, -0.7, 0.7, 1.2, 3.0])  # of the log odds, which are watched for
 MEMORY = 5000.0  # half life of the mean, in units of weight
 WARM_UP = 100.0  # weight before anything is tested
-DETECTION = 300.0  # weight of a typical run up to an alarm
+LONGEST_RUN = 500.0
 WINDOW = 200.0
 PRIOR_WINDOWS, PRIOR_PHI, KEPT_WINDOWS = 5.0, 1.5, 150.0
 CLIP = 9.0  # a window counts as at most this many times phi
@@ -108,7 +108,9 @@ class Detector:
             return None, min(count, len(n))
         m = min(1 - EDGE, max(EDGE, float(self._mean[1] / self._mean[0])))
         other = 1 / (1 + np.exp(-(math.log(m / (1 - m)) + SHIFTS)))
-        phi = self.phi * (1 + DETECTION / float(self._mean[0]))
+        apart = other * np.log(other / m) + (1 - other) * np.log((1 - other) / (1 - m))
+        run = self.phi * math.log(self.run_length) / apart  # to the alarm, if that were the mean
+        phi = self.phi * (1 + np.minimum(run, LONGEST_RUN) / float(self._mean[0]))
         step = (np.outer(y, np.log(other / m)) + np.outer(n - y, np.log((1 - other) / (1 - m)))) / phi
         total = np.cumsum(step, axis=0)
         with np.errstate(divide="ignore"):
@@ -119,6 +121,7 @@ class Detector:
         used = int(over[0]) + 1 if len(over) else len(n)
         self._date(n[:used], y[:used], total[:used])
         if len(over):
+            self._inflate(n[:used], y[:used])  # too many alarms are how too small a phi shows: it must learn from them
             return self._restart(m, int(log_r[used - 1].argmax())), used
         self._log_r = log_r[-1]
         self._learn(n, y, windows=True)
@@ -140,7 +143,7 @@ class Detector:
         self.alarms += 1
         self._mean[:] = weight, value
         self._log_r[:] = -np.inf
-        self._climb[:], self._since[:], self._window[:] = 0.0, 0.0, 0.0
+        self._climb[:], self._since[:] = 0.0, 0.0
         return Alarm(self.signal, before, value / weight if weight > 0 else before, int(units))
 
     def _learn(self, n: F, y: F, *, windows: bool) -> None:

@@ -20,7 +20,7 @@ from storage.history import Alert, History, Point
 
 from controller.costs import CostModel
 from controller.ingest import Batch, Deduplicator, Source, by_kind, drain
-from controller.steer import ClassSteer, Fence
+from controller.steer import ClassSteer, Fence, kept_at_age
 from controller.view import Board, PoolView
 from controller.views import class_view, point_of
 from policies.reload import PolicyFile
@@ -313,12 +313,14 @@ class PoolLoop:
         if saved is None:
             return
         state, self._last_id = saved
-        self._take_over(state)
-        log.info("state restored", pool=self.pool, age_s=round(now - state["time"], 1), last_id=self._last_id)
+        age_s = now - state["time"]
+        self._take_over(state, age_s)
+        log.info("state restored", pool=self.pool, age_s=round(age_s, 1), last_id=self._last_id)
 
-    def _take_over(self, state: Mapping[str, Any]) -> None:
+    def _take_over(self, state: Mapping[str, Any], age_s: float) -> None:
         if state["g_max"] == self.policy.block.max:
             self.costs = CostModel.from_state(state["costs"])
+            self.costs.forget(kept_at_age(age_s))
         for name, saved in state["classes"].items():
             self.classes[name] = ClassSteer.from_state(
                 saved,
@@ -326,6 +328,7 @@ class PoolLoop:
                 self.costs,
                 half_life_rounds=self.config.half_life_rounds,
                 meter_s=self.config.meter_s,
+                age_s=age_s,
             )
         self._seen = Deduplicator.from_state(state["seen"])
         self.dead_letters = state["dead_letters"]

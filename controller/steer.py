@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
-from controller.costs import CostModel
+from controller.costs import CostModel, buckets_of
+from controller.detect import Alarm, Watch
 from controller.estimate import CurveEstimator
 from controller.governor import Allowance, Governor
-from controller.solve import Solution, choose, gain_noise, solve
+from controller.meter import Meter
+from controller.solve import Solution, choose, frontier, gain_noise, plan_for
 from policies.errors import SolveError
 from policies.model import ClassPolicy
 from storage.records import (
@@ -33,45 +35,12 @@ LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
 MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
 NOISE_FACTOR = 1.0
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
+AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
+REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
+KEPT_AFTER_CHANGE = 64.0  # rounds' weight of the past that stays where there is nothing to replay
+COSTS_KEPT = 0.1  # share of the costs' memory that stays when costs have changed
+PLAIN_ROUNDS = 4.0  # plain rounds remembered, below which one interval is decoded plainly
 _KEPT_ARMS = 5_000
-
-
-class Meter:
-    """Sums that forget with time: what is happening now, not since the start."""
-
-    def __init__(self, half_life_s: float):
-        self._half_life_s, self._at = half_life_s, 0.0
-        self._sums: dict[str, float] = {}
-
-    def add(self, now: float, **amounts: float) -> None:
-        """Add amounts that happened at `now` (steady seconds)."""
-        self._decay(now)
-        for name, amount in amounts.items():
-            self._sums[name] = self._sums.get(name, 0.0) + amount
-
-    def ratio(self, numerator: str, denominator: str) -> float | None:
-        """A ratio of sums; None while the denominator is empty."""
-        below = self._sums.get(denominator, 0.0)
-        return self._sums.get(numerator, 0.0) / below if below > 1e-9 else None
-
-    def rate(self, name: str, now: float) -> float:
-        """Amount per second over the remembered past."""
-        self._decay(now)
-        return self._sums.get(name, 0.0) * float(np.log(2.0)) / self._half_life_s
-
-    def to_state(self) -> dict[str, Any]:
-        """JSON-able state."""
-        return {"at": self._at, "sums": dict(self._sums)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the state that `to_state` wrote."""
-        self._at, self._sums = float(state["at"]), dict(state["sums"])
-
-    def _decay(self, now: float) -> None:
-        if now > self._at:
-            factor = 0.5 ** ((now - self._at) / self._half_life_s)
-            self._sums = {name: amount * factor for name, amount in self._sums.items()}
-            self._at = now
 
 
 @dataclass(frozen=True)
@@ -100,13 +69,20 @@ class ClassSteer:
         self.decision: Decision | None = None
         self.totals: dict[str, float] = {}
         self._arms: OrderedDict[str, str] = OrderedDict()
+        self.watch = Watch()
+        self._recent: deque[TokenBlock] = deque()
+        self._learned = False  # whether there were ever enough rounds to solve from
+        self._alarms: list[Alarm] = []  # since the last decision
+        self._half_pairs: OrderedDict[str, float] = OrderedDict()  # signed score of the branch that came first
+        self._since_plain = 1 << 30  # decisions since the last interval of plain decoding: the first may come at once
+        self._buckets: set[int] = set()  # batch buckets of the rounds since the last decision
 
     def set_policy(self, policy: ClassPolicy, now: float) -> None:
         """Obey a new revision. A new first rule or longest block starts new estimates; a new rule also new evidence."""
         rule_changed = policy.rules[0] != self.rule
         if rule_changed or policy.g_max != self.policy.g_max:
             self.estimator = CurveEstimator(policy.rules[0], policy.g_max, half_life_rounds=self._half_life_rounds)
-            self.solution = None
+            self.solution, self._learned = None, False
         if rule_changed:
             self.rule = policy.rules[0]
             self.governor.reset_evidence("rule", now, self.rule)
@@ -114,9 +90,19 @@ class ClassSteer:
         self.policy = policy
 
     def observe_block(self, block: TokenBlock, now: float) -> None:
-        """Take in one telemetry block: the curve, the costs and the speed meters."""
+        """Take in one telemetry block: the curve, the costs, the speed meters, and whether something changed."""
+        slower = self.costs.log_ratio(block) if block.worker not in self.costs.distrusted else np.zeros(0)
         self.estimator.add(block)
         self.costs.add(block)
+        self._remember(block)
+        self._buckets |= buckets_of(block)
+        changed = self.watch.draft(block)
+        if changed is not None:
+            self._start_anew(changed)
+        dearer = self.watch.cost(slower)
+        if dearer is not None:
+            self.costs.forget(COSTS_KEPT)
+        self._note(changed, dearer)
         flags = block.flags
         seconds = block.round_draft_s + block.round_verify_s + block.round_overhead_s
         amounts = {
@@ -130,9 +116,42 @@ class ClassSteer:
         self.meter.add(now, **amounts)
         self._count({name: amounts[name] for name in ("drafted", "examined", "accepted")})
 
+    def _remember(self, block: TokenBlock) -> None:
+        """Keep the last blocks that drafted, up to REPLAYED_ROUNDS."""
+        if len(block.position):
+            self._recent.append(block)
+            held = sum(len(kept.round_rows) for kept in self._recent)
+            while len(self._recent) > 1 and held > REPLAYED_ROUNDS:
+                held -= len(self._recent.popleft().round_rows)
+
+    def _start_anew(self, alarm: Alarm) -> None:
+        """Estimate the curve from the rounds since the change only; from a shortened memory where those are gone."""
+        since: list[TokenBlock] = []
+        missing = alarm.units
+        for block in reversed(self._recent):
+            drafted = int(np.count_nonzero(block.position == 1))
+            if since and missing < drafted / 2:
+                break
+            since.append(block)
+            missing -= drafted
+        if missing > alarm.units / 2:
+            self.estimator.forget(min(1.0, KEPT_AFTER_CHANGE / max(1.0, self.estimator.rounds_effective)))
+            return
+        self.estimator = CurveEstimator(self.rule, self.policy.g_max, half_life_rounds=self._half_life_rounds)
+        self._recent = deque(reversed(since))
+        for block in self._recent:
+            self.estimator.add(block)
+
+    def _note(self, *alarms: Alarm | None) -> None:
+        for alarm in alarms:
+            if alarm is not None:
+                self._alarms.append(alarm)
+                self._count({f"detected.{alarm.signal}": 1.0})
+
     def observe_request(self, record: RequestRecord, now: float) -> None:
         """Take in one served request."""
         self.governor.observe_request(record, now)
+        self._note(self.watch.mix(record.tokens))
         self._arms[record.request_id] = record.arm
         while len(self._arms) > _KEPT_ARMS:
             self._arms.popitem(last=False)
@@ -164,23 +183,48 @@ class ClassSteer:
             self.meter.add(now, lenient_score=score.score, lenient_labels=1.0)
         if lossless:
             self.meter.add(now, lossless_score=score.score, lossless_labels=1.0)
+        if arm != "untouched":
+            self._note(self._pair(score.request_id, -score.score if lenient else score.score))
         branch = arm if arm == "untouched" else "lenient" if lenient else "holdback"
         self._count({f"score_sum.{branch}.{score.metric}": score.score, f"scores.{branch}.{score.metric}": 1.0})
+
+    def _pair(self, request_id: str, signed: float) -> Alarm | None:
+        """The loss of a pair once both scores are there: lossless counts plus, lenient minus."""
+        first = self._half_pairs.pop(request_id, None)
+        if first is not None and first * signed <= 0:
+            return self.watch.quality(first + signed)
+        self._half_pairs[request_id] = signed
+        while len(self._half_pairs) > _KEPT_ARMS:
+            self._half_pairs.popitem(last=False)
+        return None
 
     def decide(self, now: float, fence: Fence) -> Decision:
         """The knobs for the next ttl seconds, and why."""
         allowance = self.allowance = self.governor.decide(now)
+        alarms, self._alarms = self._alarms, []
+        probe = False
         try:
-            if self.estimator.rounds_effective < LEARNING_ROUNDS or not self.costs.ready:
+            enough = self.estimator.rounds_effective >= LEARNING_ROUNDS
+            if not (enough or self._learned) or not self.costs.ready:
                 raise SolveError("too few rounds measured")
-            table, caps = self._solve(allowance)
+            self._learned = True
+            table, caps = self._solve(allowance, lenient=enough)
             reason, explanation = allowance.reason, allowance.explanation
+            unsure = self._plain_is_due(table)
+            probe = bool(unsure)
+            if probe:
+                table = [replace(row, g=0, theta=0.0, rho=0.0) if row.batch in unsure else row for row in table]
+                explanation += " One interval of plain decoding measures what drafting is compared with."
+            elif not enough:
+                reason = "learning"
+                explanation = "Lossless, at the block length known so far, until enough rounds are measured again."
         except SolveError as e:
             self.solution = None
             self._held.clear()
             table, caps = [KnobRow(1, min(DEFAULT_G, self.policy.g_max), 0.0, 0.0)], []
             reason, explanation = "learning", f"Lossless while acceptance and costs are being measured: {e}."
-        lenient = self.solution is not None and self.solution.theta > 0
+        explanation += "".join(f" {sentence(alarm)}" for alarm in alarms)
+        lenient = not probe and self.solution is not None and self.solution.theta > 0
         lease = Lease(
             pool=self.policy.pool,
             traffic_class=self.policy.traffic_class,
@@ -197,7 +241,7 @@ class ClassSteer:
             label=allowance.label if lenient else 0.0,
             explore=self.policy.explore,
         )
-        self.governor.leased(fence.epoch, fence.seq, self._planned_touches(allowance))
+        self.governor.leased(fence.epoch, fence.seq, self._planned_touches(allowance) if lenient else 0.0)
         self.decision = Decision(
             pool=lease.pool,
             traffic_class=lease.traffic_class,
@@ -213,43 +257,53 @@ class ClassSteer:
                 "verify_s": self.costs.verify_s(1).tolist(),
                 "overhead_s": float(self.costs.overhead_s(1)),
             },
-            estimates=self._estimates(),
+            estimates=self._estimates()
+            | {"detected": [asdict(alarm) for alarm in alarms], "probe": "plain" if probe else ""},
             bounds=asdict(allowance),
             counterfactual=self._counterfactual(),
         )
         return self.decision
 
-    def _solve(self, allowance: Allowance) -> tuple[list[KnobRow], list[CapRow]]:
+    def _solve(self, allowance: Allowance, *, lenient: bool) -> tuple[list[KnobRow], list[CapRow]]:
         """Knobs per batch bucket, and per share of the loss budget. Sets `solution` to the one that touches most."""
         curve = self.estimator.curve()
-
-        def best(rows: int, share: float = 1.0, fixed_g: int | None = None) -> Solution:
-            return solve(
-                curve,
-                self.costs.draft_s(rows),
-                self.costs.verify_s(rows),
-                float(self.costs.overhead_s(rows)),
-                d_allowed=allowance.d_allowed * share,
-                max_theta=self.policy.max_theta,
-                g_max=self.policy.g_max,
-                fixed_g=fixed_g,
-            )
-
+        d_allowed = allowance.d_allowed if lenient else 0.0
+        max_theta, g_max = self.policy.max_theta, self.policy.g_max
+        plan = plan_for(curve, d_allowed=d_allowed, max_theta=max_theta, g_max=g_max)
         table: list[KnobRow] = []
         solutions: list[Solution] = []
         for rows in self.costs.seen_buckets:
-            found = best(rows)
+            seconds = self.costs.draft_s(rows), self.costs.verify_s(rows), float(self.costs.overhead_s(rows))
+            found = plan.pick(*seconds)
             held = self._held.get(rows)
             if held is not None and held != found.g:
-                current = best(rows, fixed_g=held)
+                current = plan.pick(*seconds, fixed_g=held)
                 found = choose(current, found, max(MIN_GAIN, NOISE_FACTOR * gain_noise(curve, current, found)))
             self._held[rows] = found.g
             solutions.append(found)
             table.append(KnobRow(rows, found.g, found.theta, found.rho))
         self.solution = max(solutions, key=lambda s: s.touches_per_token_upper)
-        first = table[0]
-        caps = [CapRow(share, s.theta, s.rho) for share in CAP_SHARES for s in (best(first.batch, share, first.g),)]
+        g = table[0].g
+        caps = []
+        for share in CAP_SHARES:
+            front = frontier(curve, d_allowed=d_allowed * share, max_theta=max_theta, g_max=g_max)
+            theta = curve.settings.theta_of(int(front.level[g]))
+            caps.append(CapRow(share, theta, float(front.rho[g])) if g and theta else CapRow(share, 0.0, 0.0))
         return table, caps
+
+    def _plain_is_due(self, table: list[KnobRow]) -> set[int]:
+        """The batch buckets to decode plainly for one interval: of those with traffic now, the ones whose plain pass,
+        which drafting is compared with, was not measured for a while. Intervals are the policy's share of exploration
+        at most."""
+        self._since_plain += 1
+        buckets, self._buckets = self._buckets, set()
+        if self.policy.explore == 0 or self._since_plain < 1 / self.policy.explore:
+            return set()
+        due = {row.batch for row in table if row.g > 0 and row.batch in buckets}
+        due = {rows for rows in due if self.costs.narrow_rounds(rows) < PLAIN_ROUNDS}
+        if due:
+            self._since_plain = 0
+        return due
 
     def _planned_touches(self, allowance: Allowance) -> float:
         """Touches per request that the lease is expected to cause, with the estimate's uncertainty added."""
@@ -297,6 +351,11 @@ class ClassSteer:
             "totals": dict(self.totals),
             "arms": list(self._arms.items()),
             "held": [[rows, g] for rows, g in self._held.items()],
+            "watch": self.watch.to_state(),
+            "learned": self._learned,
+            "half_pairs": list(self._half_pairs.items()),
+            "since_plain": self._since_plain,
+            "buckets": sorted(self._buckets),
         }
 
     @classmethod
@@ -308,8 +367,13 @@ class ClassSteer:
         *,
         half_life_rounds: float,
         meter_s: float = 10.0,
+        age_s: float = 0.0,
     ) -> Self:
-        """Continue from `state` under `policy`; evidence for another rule is not taken over."""
+        """Continue from `state`, written ``age_s`` seconds ago, under `policy`.
+
+        The curve weighs less with age (`AGE_HALF_LIFE_S`); evidence for another rule is not taken over. The caller ages
+        the costs, which classes share.
+        """
         self = cls(policy, costs, half_life_rounds=half_life_rounds, meter_s=meter_s)
         self.meter.restore(state["meter"])
         self.totals.update(state["totals"])
@@ -317,5 +381,28 @@ class ClassSteer:
         self.governor = Governor.from_state(state["governor"], policy, self.rule)
         if (state["rule"], state["g_max"]) == (self.rule, policy.g_max):
             self.estimator = CurveEstimator.from_state(state["estimator"])
+            self.estimator.forget(kept_at_age(age_s))
             self._held.update(dict(state["held"]))
+            self._learned = bool(state.get("learned", False))
+        if "watch" in state:
+            self.watch = Watch.from_state(state["watch"])
+            self._half_pairs.update(state["half_pairs"])
+            self._since_plain, self._buckets = int(state["since_plain"]), set(state["buckets"])
         return self
+
+
+def kept_at_age(age_s: float) -> float:
+    """Share of its weight that what was measured ``age_s`` seconds ago keeps; 1 for a clock that went back."""
+    return float(0.5 ** (max(0.0, age_s) / AGE_HALF_LIFE_S))
+
+
+def sentence(alarm: Alarm) -> str:
+    """A detected change in plain words."""
+    before, since = alarm.before, alarm.since
+    if alarm.signal == "draft":
+        return f"Acceptance changed from {before:.2f} to {since:.2f}; the curve is estimated anew."
+    if alarm.signal == "cost":
+        return f"Rounds became {'slower' if since > before else 'faster'}; costs are measured anew."
+    if alarm.signal == "mix":
+        return f"Requests became {'longer' if since > before else 'shorter'}."
+    return f"Quality changed: forked requests now {'lose more' if since > before else 'lose less'} by leniency."

@@ -41,6 +41,7 @@ __all__ = [
     "simulate",
 ]
 
+BUDGET_ALERTS = ("LenityBudgetBurn", "LenityBudgetExhausted")
 _TRUTH = (
     "requests", "leased", "tokens", "rounds", "seconds", "plain_seconds", "drafted", "examined", "accepted",
     "touches", "touched", "forks", "loss", "reported",
@@ -81,8 +82,7 @@ class Run:
     @property
     def alert_times(self) -> list[tuple[float, float]]:
         """When any budget alert fired, as (begin, end) in seconds."""
-        names = ("alert.LenityBudgetBurn", "alert.LenityBudgetExhausted")
-        firing = np.any([self.series[n] > 0 for n in names], axis=0).astype(int)
+        firing = (self.series["alert.any"] > 0).astype(int)
         edges = np.flatnonzero(np.diff(np.concatenate(([0], firing, [0]))))
         times = np.append(self.series["time"], self.scenario.duration)
         return [(float(times[a]), float(times[b])) for a, b in edges.reshape(-1, 2)]
@@ -114,21 +114,23 @@ class _Recorder:
         self._window: deque[tuple[float, float, float]] = deque()
         self._sums = np.zeros(2)
 
-    def add(self, t: float, tick: Tick, decision: Decision, pilot: Pilot, *, alive: bool) -> None:
-        """One tick that ended at ``t``."""
+    def add(self, t: float, tick: Tick, decision: Decision, pilot: Pilot, *, probing: bool, alive: bool) -> None:
+        """One tick that ended at ``t``; while it was ``probing`` it has no chosen knobs."""
         knobs, allowance = tick.knobs, pilot.steer.allowance
         assert allowance is not None
         row: dict[str, Any] = {"time": t, "rows": float(tick.rows)}
         row |= {name: tick.sums.get(name, 0.0) for name in _TRUTH}
-        row["g"] = np.nan if knobs is None else float(knobs.g)
-        row["plain"] = np.nan if knobs is None else float(knobs.g == 0)
-        row["theta"] = 0.0 if knobs is None else knobs.theta
-        row["rho"] = 0.0 if knobs is None else knobs.rho
-        row["lenient"] = float(knobs is not None and knobs.lenient)
+        row["probe"] = float(probing)
+        chosen = {"g": np.nan, "plain": np.nan, "theta": np.nan, "rho": np.nan, "lenient": np.nan}
+        if knobs is not None and not probing:
+            chosen |= {"g": knobs.g, "plain": knobs.g == 0, "theta": knobs.theta, "rho": knobs.rho}
+            chosen["lenient"] = knobs.lenient
+        row |= {name: float(value) for name, value in chosen.items()}
         row["window_loss"] = self._over_window(t, row["loss"], row["requests"])
         row["state"], row["reason"] = decision.state, decision.reason
         row["alive"] = float(alive)
         acceptance = pilot.steer.estimator.acceptance
+        row["rounds_effective"] = pilot.steer.estimator.rounds_effective
         row["acceptance"] = np.nan if acceptance is None else acceptance
         for name in (
             "tau_allowed",
@@ -146,7 +148,10 @@ class _Recorder:
         row["evidence_epoch"] = float(allowance.evidence_epoch)
         solution = pilot.steer.solution
         row["predicted_speed"] = np.nan if solution is None else solution.speedup_plain
+        row["held"] = float(decision.state == "breached")
+        row["spent_rate"] = allowance.tau_allowed * allowance.u_kappa
         row |= {f"alert.{a.name}": float(a.firing) for a in allowance.alerts}
+        row["alert.any"] = float(any(a.firing for a in allowance.alerts if a.name in BUDGET_ALERTS))
         for name, value in row.items():
             self.columns.setdefault(name, []).append(value)
 
@@ -188,18 +193,19 @@ def simulate(scenario: Scenario, *, seed: int | None = None, wire: bool = False)
             document = _happen(events.popleft(), scenario, document, plant, pilot, t, refused)
         arrived, tick = plant.step(t, until, store)
         waiting += [from_fields(to_fields(r)) for r in arrived] if wire else arrived
+        probing = decision is not None and bool(decision.estimates.get("probe"))
         down = inside(scenario.plant.links.controller_down, t)
         if down and not was_down:
-            snapshot = pilot.snapshot()
+            snapshot = pilot.snapshot(ORIGIN + t)
         elif was_down and not down:
-            pilot.restart(snapshot)
+            pilot.restart(snapshot, ORIGIN + t)
         was_down = down
         if not down:
             decision = pilot.tick(ORIGIN + until, waiting)
             waiting = []
             store.write(decision.lease, until)
         if decision is not None:
-            recorder.add(until, tick, decision, pilot, alive=not down)
+            recorder.add(until, tick, decision, pilot, probing=probing, alive=not down)
     series = recorder.series()
     cpu_s = time.process_time() - began
     return Run(scenario, series, judge(scenario, series), cpu_s, seed, refused, pilot.duplicates)

@@ -146,7 +146,7 @@ class PlantSpec(_Section):
     rate: NumberSignal = constant(1.0)
     max_rows: Annotated[Count, Field(ge=1, le=1024)] = 32
     prompt_tokens: Annotated[Count, Field(ge=1)] = 200
-    report_rounds: Annotated[Count, Field(ge=1)] = 24
+    report_positions: Annotated[Count, Field(ge=1)] = 150
     kinds: Annotated[dict[str, Kind], Field(min_length=1, max_length=16)]
     costs: Costs = Costs()
     quality: Quality = Quality()

@@ -26,7 +26,7 @@ RATIOS = {
     "fork_share": ("forks", "requests"),
     "tokens_per_request": ("tokens", "requests"),
     "leased_share": ("leased", "requests"),
-    "reported_share": ("reported", "rounds"),
+    "reported_share": ("reported", "drafted"),
 }
 WORDS = ("state", "reason")
 
@@ -91,11 +91,9 @@ def _verdict(check: Check, series: Series) -> Verdict:
     if check.how in ("every", "some"):
         good = (known >= low) & (known <= high)
         passed = bool(good.all() if check.how == "every" else good.any())
-        bad = known[~good]
-        extreme = float(bad[np.argmax(np.maximum(low - bad, bad - high))]) if len(bad) else float(known.mean())
-        return Verdict(
-            check, extreme, passed, f"{int(good.sum())} of {len(known)} ticks inside; furthest {extreme:.4g}"
-        )
+        worst = float(known[np.argmax(np.maximum(low - known, known - high))])
+        spread = f"{known.min():.4g} to {known.max():.4g}"
+        return Verdict(check, worst, passed, f"{int(good.sum())} of {len(known)} ticks inside, {spread}")
     found = _number(check, series, here, known)
     return Verdict(check, found, low <= found <= high, f"{found:.4g}")
 

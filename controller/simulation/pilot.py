@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.costs import CostModel
 from controller.ingest import Deduplicator
-from controller.steer import ClassSteer, Fence
+from controller.steer import ClassSteer, Fence, kept_at_age
 from policies.model import Policy
 from storage.records import Decision, ForkRecord, QualityScore, Record, RequestRecord
 
@@ -46,21 +46,24 @@ class Pilot:
         self.revision += 1
         self.steer.set_policy(policy.for_class("default"), now)
 
-    def snapshot(self) -> str:
+    def snapshot(self, now: float) -> str:
         """Everything a successor needs, as the JSON that the database would hold."""
         state: dict[str, Any] = {
+            "time": now,
             "costs": self.costs.to_state(),
             "steer": self.steer.to_state(),
             "seen": self._seen.to_state(),
         }
         return json.dumps(state, allow_nan=False)
 
-    def restart(self, snapshot: str) -> None:
+    def restart(self, snapshot: str, now: float) -> None:
         """A new process takes over from a snapshot, under a new epoch."""
         state = json.loads(snapshot)
+        age_s = now - state["time"]
         self.epoch, self._seq = self.epoch + 1, 0
         self.costs = CostModel.from_state(state["costs"])
+        self.costs.forget(kept_at_age(age_s))
         self._seen = Deduplicator.from_state(state["seen"])
         self.steer = ClassSteer.from_state(
-            state["steer"], self.policy.for_class("default"), self.costs, **self._options
+            state["steer"], self.policy.for_class("default"), self.costs, age_s=age_s, **self._options
         )

@@ -1,7 +1,7 @@
 """The simulated pool: workers that decode requests under leases and send what real workers send.
 
 Every request is decoded in full, position by position, with the coupling of both rules; what is reported of its rounds
-is a representative part (`PlantSpec.report_rounds` a tick and worker), everything else is a record each. Times are
+is a representative part (`PlantSpec.report_positions` a tick and worker), everything else is a record each. Times are
 seconds since the scenario began; on the wire they are Unix-like.
 """
 
@@ -173,7 +173,7 @@ class Plant:
             machine,
             self.spec.costs,
             rows=rows,
-            at_most=self.spec.report_rounds,
+            at_most=self.spec.report_positions,
             prompt_tokens=self.spec.prompt_tokens,
             span_s=until - t,
             head=(self.pool, worker.name, f"b{worker.boot}", worker.seq),
@@ -325,7 +325,7 @@ class Plant:
             touched=float(np.count_nonzero(o.touches)),
             forks=float(np.count_nonzero(o.fork)),
             loss=float((o.right * o.bad)[~o.held].sum()),
-            reported=0.0 if block is None else float(block.round_rows.sum()),
+            reported=0.0 if block is None else float(len(block.theta)),
         )
 
 

@@ -13,6 +13,8 @@ from controller.simulation.source import Atoms, Bools, Ints
 from policies.rules import Scalars
 from storage.records import ACCEPTED, EXAMINED, TOUCH, Lease, TokenBlock
 
+MOST_ROUNDS = 96  # batched rounds reported in one tick by one worker
+
 
 @dataclass(frozen=True)
 class Knobs:
@@ -61,35 +63,29 @@ def report(
     head: tuple[str, str, str, int],
     rng: np.random.Generator,
 ) -> TokenBlock | None:
-    """A block of at most ``at_most`` of these rounds (of single requests), in a batch of ``rows`` each.
+    """A block of some of these rounds, ``rows`` requests in each; None if no whole batch came about.
 
-    A contiguous run of rounds is taken as representative. ``head`` is (pool, worker, boot, seq); ``span_s`` the seconds
-    that the rounds ran for, which says how likely a pause hit one that is reported. None without a whole batch.
+    Up to MOST_ROUNDS batched rounds are reported with their seconds, about ``at_most`` drafted positions with their
+    scalars. ``head`` is (pool, worker, boot, seq); ``span_s`` the seconds that the rounds ran for, which says how
+    likely a pause hit one of them.
     """
     rounds = decoded.rounds
-    count = min(len(rounds.start), max(at_most, 2 * rows))
-    begin = int(rng.integers(len(rounds.start) - count + 1))
-    taken = np.arange(begin, begin + count)
-    opens = rounds.start[taken] == decoded.texts.first[rounds.request[taken]]
-    # One batched round: rows of equal width, and either all or none of them read their prompts.
-    sort = rounds.width[taken] * 2 + opens
-    groups = [taken[sort == key] for key in np.unique(sort)]
-    chosen = [group[: len(group) // rows * rows].reshape(-1, rows) for group in groups]
-    batches = np.concatenate(chosen)
-    if not len(batches):
+    batches = _batches(decoded, rows, rng)
+    if not batches:
         return None
-    batches = batches[np.argsort(batches[:, 0], kind="stable")]
-    width = rounds.width[batches[:, 0]]
-    opening = rounds.start[batches[:, 0]] == decoded.texts.first[rounds.request[batches[:, 0]]]
+    chosen, shown = _reported(batches, rounds, rows, at_most, rng)
+    lead = np.array([batch[0] for batch in chosen])
+    width = rounds.width[lead]
+    opening = rounds.start[lead] == decoded.texts.first[rounds.request[lead]]
+    emitted = np.array([rounds.emitted[batch].mean() * rows for batch in chosen])
     verify = machine.verify(width, rows) * (1 + 2.0 * opening)
-    noise = np.exp(costs.noise * rng.standard_normal((3, len(batches))))
-    pauses = np.zeros(len(batches))
+    noise = np.exp(costs.noise * rng.standard_normal((3, len(chosen))))
+    pauses = np.zeros(len(chosen))
     if costs.pause_every is not None and rng.random() < span_s / costs.pause_every:
-        # One of the tick's rounds was hit; it is among those reported with the share that is reported.
-        hit = int(rng.integers(max(len(batches), len(rounds.start) // rows)))
-        if hit < len(batches):
+        hit = int(rng.integers(len(batches)))  # it is reported if its round is
+        if hit < len(chosen):
             pauses[hit] = costs.pause
-    of_round = batches.ravel()
+    of_round = np.concatenate([batch[:n] for batch, n in zip(chosen, shown, strict=True)])
     widths = rounds.width[of_round]
     position = np.arange(int(widths.sum())) - np.repeat(np.cumsum(widths) - widths, widths)
     at = np.repeat(rounds.start[of_round], widths) + position
@@ -112,17 +108,58 @@ def report(
         lease_seq=0 if knobs.lease is None else knobs.lease.seq,
         rule=knobs.rule,
         rho=knobs.rho,
-        round_rows=np.full(len(batches), rows, dtype=np.uint16),
+        round_rows=np.full(len(chosen), rows, dtype=np.uint16),
         round_width=width.astype(np.uint16),
-        round_emitted=rounds.emitted[batches].sum(axis=1).astype(np.uint32),
+        round_emitted=np.rint(emitted).astype(np.uint32),
         round_prefill=(opening * prompt_tokens * rows).astype(np.uint32),
         round_draft_s=(machine.draft(width, rows) * noise[0]).astype(np.float32),
         round_verify_s=(verify * noise[1] + pauses).astype(np.float32),
         round_overhead_s=(machine.overhead_s * noise[2]).astype(np.float32),
-        request=np.repeat(np.tile(np.arange(rows), len(batches)), widths).astype(np.uint16),
-        round=np.repeat(np.repeat(np.arange(len(batches)), rows), widths).astype(np.uint32),
+        request=np.repeat(np.concatenate([np.arange(n) for n in shown]), widths).astype(np.uint16),
+        round=np.repeat(np.repeat(np.arange(len(chosen)), shown), widths).astype(np.uint32),
         position=(position + 1).astype(np.uint8),
         theta=np.where(held, 0.0, knobs.theta).astype(np.float32),
         flags=flags.astype(np.uint8),
         **columns,
     )
+
+
+def _batches(decoded: Decoded, rows: int, rng: np.random.Generator) -> list[Ints]:
+    """Rounds of single requests put together to batched ones of equal width that all read their prompts, or none.
+
+    What is left of a kind stands for a whole batch with as much probability as it fills one.
+    """
+    rounds = decoded.rounds
+    opens = rounds.start == decoded.texts.first[rounds.request]
+    sort = rounds.width * 2 + opens
+    found: list[Ints] = []
+    for key in np.unique(sort):
+        group = np.flatnonzero(sort == key)
+        whole = len(group) // rows * rows
+        found += list(group[:whole].reshape(-1, rows))
+        left = group[whole:]
+        if len(left) and rng.random() < len(left) / rows:
+            found.append(left)
+    return found
+
+
+def _reported(
+    batches: list[Ints], rounds: Rounds, rows: int, at_most: int, rng: np.random.Generator
+) -> tuple[list[Ints], list[int]]:
+    """Which batched rounds are reported, in order of time, and of how many rows each has its drafts shown.
+
+    Drafts are shown from a random round on until there are enough; rounds that drafted nothing take no room.
+    """
+    order = sorted(range(len(batches)), key=lambda i: int(batches[i][0]))
+    turn = int(rng.integers(len(order)))
+    order = order[turn:] + order[:turn]
+    room, shown = at_most, dict.fromkeys(order, 0)
+    for i in order:
+        width = int(rounds.width[batches[i][0]])
+        if width and room > 0:
+            shown[i] = min(len(batches[i]), max(1, room // width))
+            room -= shown[i] * width
+    with_drafts = [i for i in order if shown[i]]
+    others = [i for i in order if not shown[i]][: max(0, MOST_ROUNDS - len(with_drafts))]
+    taken = sorted(with_drafts + others, key=lambda i: int(batches[i][0]))
+    return [batches[i] for i in taken], [shown[i] for i in taken]

@@ -57,9 +57,12 @@ class Rounds:
 def chop(texts: Texts, accept: Bools, g: int, explore: Bools) -> Rounds:
     """The rounds when drafts are accepted where ``accept`` says so (per position), with blocks of ``g >= 0``.
 
-    ``explore`` lengthens blocks by one: it is read where a run of accepted drafts begins and holds for that run.
+    ``explore`` lengthens blocks by one. At ``g = 0`` it is a coin of every round; otherwise it is read where a run of
+    accepted drafts begins and holds for that run, so that slightly fewer rounds than asked are longer.
     """
     n = len(accept)
+    if g == 0:
+        return _plain(texts, accept, explore & (texts.left > 0))
     index = np.arange(n)
     begins = np.empty(n, dtype=bool)
     begins[0] = True
@@ -68,11 +71,26 @@ def chop(texts: Texts, accept: Bools, g: int, explore: Bools) -> Rounds:
     run = np.maximum.accumulate(np.where(begins, index, 0))
     length = g + explore[run].astype(np.int64)
     offset = (index - run) % (length + 1)
-    start = np.flatnonzero(offset == 0)
-    of = np.cumsum(offset == 0) - 1
-    width = np.minimum(length[start], texts.left[start])
-    emitted = np.diff(np.append(start, n))
-    return Rounds(start, width, emitted, texts.request[start], of, offset < width[of])
+    return _rounds(texts, offset == 0, np.minimum(length, texts.left))
+
+
+def _plain(texts: Texts, accept: Bools, explore: Bools) -> Rounds:
+    """Rounds of one token, and a draft where ``explore`` says so; an accepted one takes the next position with it."""
+    taking = explore & accept
+    index = np.arange(len(accept))
+    last_without = np.maximum.accumulate(np.where(taking, -1, index))
+    behind = np.concatenate(([0], (index - last_without)[:-1]))  # drafts in a row that were accepted just before
+    return _rounds(texts, behind % 2 == 0, explore.astype(np.int64))
+
+
+def _rounds(texts: Texts, begins: Bools, width: Ints) -> Rounds:
+    """Rounds that begin at these positions and draft the ``width`` given there."""
+    start = np.flatnonzero(begins)
+    of = np.cumsum(begins) - 1
+    emitted = np.diff(np.append(start, len(begins)))
+    drafted = width[start]
+    position = np.arange(len(begins)) - start[of]
+    return Rounds(start, drafted, emitted, texts.request[start], of, position < drafted[of])
 
 
 def first_per_request(marks: Bools, texts: Texts) -> Ints:

@@ -3,143 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from decoder.generate import Completion, ForkResult, Knobs, Request
-from decoder.knobs import LeaseReader, Terms
+from decoder.generate import Completion, Request
+from decoder.knobs import Terms
 from decoder.sampling import SamplingParams
-from decoder.serving import MAX_FORKS, Busy, Draining, Job, Serving
-from decoder.telemetry import TelemetrySender
-from decoder.worker import MAX_FAILURES_IN_A_ROW, Reporter, Scoring, WorkerMetrics
-from storage.records import ForkRecord, QualityScore, Record, RequestRecord, from_fields, to_fields
-
-SCORING = Scoring("m", "s", "1", lambda ids: 0.5)
-
-
-def completion(request: Request, reason: str = "stop", **values: Any) -> Completion:
-    touched = values.get("fork_drawn", False)
-    given: dict[str, Any] = {
-        "token_ids": [7] * min(9, request.params.max_tokens), "arm": "lenient" if touched else "untouched",
-        "touches": int(touched), "first_touch_at": 5.0 if touched else None, "fork_drawn": False, "label_drawn": False,
-        "holdback_prob": 0.0, "fork_prob": 1.0, "label_prob": 0.0, "knobs": Knobs(g=4), "target_passes": 1,
-        "drafted": 4, "examined": 2, "accepted": 1, "first_token_s": 0.1, "total_s": 2.0, "fork_point": None,
-    }  # fmt: skip
-    return Completion(request=request, finish_reason=reason, **(given | values))
-
-
-class Batch:
-    """Rows that take as many rounds as they have tokens to make; ``outcome`` goes into their completions."""
-
-    def __init__(self, size: int = 2, **outcome: Any):
-        self.size, self.outcome = size, outcome
-        self.seats: dict[str, list[Any]] = {}
-        self.fails = 0
-        self.knobs: list[Knobs] = []
-
-    @property
-    def rows(self) -> int:
-        return len(self.seats)
-
-    @property
-    def free(self) -> int:
-        return self.size - self.rows
-
-    def add(self, request: Request, knobs: Callable[[], Knobs], observer: Any, on_tokens: Any) -> None:
-        if not request.prompt_ids:
-            raise ValueError("no prompt")
-        self.seats[request.request_id] = [request, request.params.max_tokens, knobs, on_tokens]
-
-    def step(self) -> list[Completion]:
-        if self.fails:
-            self.fails -= 1
-            raise RuntimeError("out of memory")
-        done = []
-        for name, seat in list(self.seats.items()):
-            self.knobs.append(seat[2]())
-            seat[1] -= 1
-            if seat[3]:
-                seat[3]([7])
-            if not seat[1]:
-                del self.seats[name]
-                done.append(completion(seat[0], **self.outcome))
-        return done
-
-    def cancel(self, request_id: str) -> Completion | None:
-        seat = self.seats.pop(request_id, None)
-        if seat is None or seat[1] == seat[0].params.max_tokens:
-            return None
-        return completion(seat[0], "cancelled", **self.outcome)
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-
-    def tokens(self, ids: list[int]) -> None:
-        self.said.append(ids)
-
-    def finished(self, completion: Completion) -> None:
-        self.said.append(completion.finish_reason)
-
-    def failed(self, error: Exception) -> None:
-        self.said.append(type(error))
-
-
-class Stream:
-    def __init__(self) -> None:
-        self.entries: list[Record] = []
-
-    def append(self, records: Sequence[Record]) -> int:
-        self.entries += [from_fields(to_fields(r)) for r in records]
-        return len(records)
-
-
-class NoLeases:
-    def read(self, pool: str, traffic_class: str) -> None:
-        return None
-
-
-class Bench:
-    """A serving loop over fakes, turned by hand. It is also the engine that runs forks."""
-
-    def __init__(self, batch: Batch | None = None, queue_size: int = 2):
-        self.now, self.forked = 0.0, 0
-        self.fork_fails = False
-        self.batch = batch or Batch()
-        self.stream = Stream()
-        self.sender = TelemetrySender(self.stream, "p", "w", "b", start=False)
-        reader = LeaseReader(NoLeases(), "p")
-        metrics = WorkerMetrics(self.sender, reader)
-        reporter = Reporter(self.sender, metrics, pool="p", worker="w", boot="b", wall=lambda: 1000.0)
-        self.metric = metrics.registry.get_sample_value
-        self.serving = Serving(
-            self.batch, self, reader, reporter, queue_size=queue_size, clock=lambda: self.now, fork_deadline_s=60.0
-        )  # type: ignore[arg-type]  # fmt: skip
-
-    def fork(self, completion: Completion) -> ForkResult:
-        self.forked += 1
-        if self.fork_fails:
-            raise RuntimeError("out of memory")
-        return ForkResult([1, 2], 1, 1, 0.1, "stop")
-
-    def job(self, name: str, rounds: int = 1, **values: Any) -> Listener:
-        """Submit one request."""
-        listener = Listener()
-        request = Request(name, [1], SamplingParams(max_tokens=rounds))
-        self.serving.submit([replace(Job(request, Terms(), listener), **values)])
-        return listener
-
-    def turns(self, most: int = 1000) -> int:
-        """Turn until there is nothing to do."""
-        return next(i for i in range(most) if not self.serving.turn())
-
-    def records(self, kind: type) -> list[Any]:
-        self.sender.flush_once()
-        return [r for r in self.stream.entries if isinstance(r, kind)]
+from decoder.serving import MAX_FORKS, Busy, Draining, Job
+from decoder.worker import MAX_FAILURES_IN_A_ROW
+from storage.records import ForkRecord, QualityScore, RequestRecord
+from tests.support_serving import SCORING, Batch, Bench, Listener
 
 
 def test_requests_are_admitted_in_order_as_rows_become_free_and_answered_once():

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from decoder.chat import Chat
 from decoder.text import Text, TextStream
-
-
-class Bytes:
-    """A tokenizer whose tokens are given byte strings; a space at the beginning of a text is dropped if asked."""
-
-    def __init__(self, tokens: Sequence[bytes] = (), strip: bool = False, template: str | None = None):
-        self.tokens, self.strip, self.chat_template = list(tokens), strip, template
-        self.calls: list[Any] = []
-
-    def __call__(self, text: str, **options: Any) -> SimpleNamespace:
-        self.calls.append((text, options["add_special_tokens"]))
-        return SimpleNamespace(input_ids=list(text.encode()))
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        text = b"".join(self.tokens[i] for i in ids).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self.strip else text
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        if messages[0]["role"] == "tool":
-            raise ValueError("no tools")
-        return "|".join(f"{m['role']}>{m['content']}" for m in messages) + "|assistant>"
+from tests.support_serving import Bytes
 
 
 def cut(text: str, seed: int) -> list[bytes]:

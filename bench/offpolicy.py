@@ -122,6 +122,7 @@ class Played:
     tokens: int = 0
     squares: int = 0  # of tokens in a round
     touches: float = 0.0  # expected, at every examined position: exact in the drafts
+    touch_squares: float = 0.0  # of a round's
     recorded: list[Scalars] = field(default_factory=list)  # one block per recorded start
     second: list[Scalars] = field(default_factory=list)  # and another one
 
@@ -138,6 +139,13 @@ class Played:
     def touches_per_token(self) -> float:
         return self.touches / self.tokens
 
+    @property
+    def touches_error(self) -> float:
+        """Relative standard error of touches per token, of independent rounds; 0 without touches."""
+        mean = self.touches / self.rounds
+        spread = max(0.0, self.touch_squares / self.rounds - mean**2)
+        return float(np.sqrt(spread / self.rounds) / mean) if mean > 0 else 0.0
+
 
 @torch.inference_mode()
 def play(
@@ -146,18 +154,20 @@ def play(
     rule: str,
     theta: float,
     *,
+    weights: Sequence[float] = (1.0,) * G,
     record: bool = False,
     seed: int = 5,
     batch: int = 125,
 ) -> Played:
     """Decode all problems at one knob in rounds of block length G, temperature 1.
 
-    With ``record`` two independent blocks are drafted at each round start. Uniforms belong to (problem, position).
+    ``weights`` are the mixing weights rho by position. With ``record`` two independent blocks are drafted at each round
+    start. Uniforms belong to (problem, position).
     """
     played = Played()
     for start in range(0, len(problems), batch):
         generator = torch.Generator().manual_seed(seed + start)
-        _play(pair, problems[start : start + batch], rule, theta, generator, played, record=record)
+        _play(pair, problems[start : start + batch], rule, theta, weights, generator, played, record=record)
     return played
 
 
@@ -166,6 +176,7 @@ def _play(
     problems: Sequence[Problem],
     rule: str,
     theta: float,
+    weights: Sequence[float],
     generator: torch.Generator,
     played: Played,
     *,
@@ -173,8 +184,10 @@ def _play(
 ) -> None:
     n = len(problems)
     uniforms = torch.rand(3, n, LONGEST, generator=generator)
+    by_place = torch.tensor([*weights, 0.0])
     stream = Stream(pair, problems)
     live = torch.arange(n)
+    in_round = torch.zeros(n, dtype=torch.float64)
     place, ended = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool)  # accepted so far; end token seen
     for t in range(LONGEST):
         p, q = (distributions(x, 1.0) for x in stream.logits())
@@ -186,9 +199,10 @@ def _play(
             played.second.append(Scalars(*(v[len(starts) :].numpy() for v in blocks)))
         u_draft, u_accept, u_residual = uniforms[:, live, t]
         scalars = position_scalars(p, q, p, q)
-        lossless, lenient = lossless_accept(scalars), accept_prob(get_rule(rule), scalars, theta)
+        lossless = lossless_accept(scalars)
+        lenient = accept_prob(get_rule(rule), scalars, theta, by_place[place, None])
         drafting = place < G
-        played.touches += float(((q * (lenient - lossless)).sum(-1).double() * drafting).sum())
+        in_round += (q * (lenient - lossless)).sum(-1).double() * drafting
         x = inverse_cdf(q, u_draft)
         kept = drafting & (u_accept <= lenient.gather(1, x[:, None])[:, 0])
         residual = (p - q).clamp_min(0)
@@ -199,13 +213,16 @@ def _play(
         played.rounds += len(sizes)
         played.tokens += int(sizes.sum())
         played.squares += int((sizes * sizes).sum())
+        played.touches += float(in_round[over].sum())
+        played.touch_squares += float((in_round[over] ** 2).sum())
+        in_round = torch.where(over, 0.0, in_round)
         place = torch.where(over, 0, place + 1)
         ended |= y == EOS
         keep = (~(ended & over)).nonzero()[:, 0]
         if not len(keep):
             return
         stream.append(y, keep)
-        live, place, ended = live[keep], place[keep], ended[keep]
+        live, place, ended, in_round = live[keep], place[keep], ended[keep], in_round[keep]
 
 
 def block_of(scalars: Scalars, rule: str, seq: int) -> TokenBlock:
@@ -273,7 +290,8 @@ def frozen(rule: str, curve: Curve, played: Played, rng: np.random.Generator) ->
         naive = float(before[1:].sum()), float((before[:-1] * drift).sum())
         for count, value, other in zip(counts, (curve.tokens[i, G] - 1, curve.touches[i, G]), naive, strict=True):
             # Products vary less than coins: twice the count's variance bounds that of the difference, given the starts.
-            error = float(np.sqrt(2 * count.var() / len(count)))
+            # Where no touch was counted, as many as predicted give it.
+            error = float(np.sqrt(2 * (count.var() or float(value)) / len(count)))
             if error > 0:
                 found["curve"].append((float(value) - float(count.mean())) / error)
                 found["control"].append((other - float(count.mean())) / error)
@@ -308,6 +326,7 @@ def measure(
                     "tokens_shift": round(tokens / run.tokens_per_round - 1, 4),
                     "tokens_error": round(run.tokens_error / run.tokens_per_round, 4),
                     "touches_per_token": round(run.touches_per_token, 5),
+                    "touches_error": round(run.touches_error, 4),
                     "touches_shift": round(touches / run.touches_per_token - 1, 4)
                     if run.touches_per_token > FEW_TOUCHES
                     else None,

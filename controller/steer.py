@@ -39,6 +39,7 @@ AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this
 REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
 KEPT_AFTER_CHANGE = 64.0  # rounds' weight of the past that stays where there is nothing to replay
 COSTS_KEPT = 0.1  # share of the costs' memory that stays when costs have changed
+FIRST_PLAIN = 10  # decisions from when there is enough to solve from to the first such interval
 PLAIN_ROUNDS = 4.0  # plain rounds remembered, below which one interval is decoded plainly
 _KEPT_ARMS = 5_000
 
@@ -74,7 +75,7 @@ class ClassSteer:
         self._learned = False  # whether there were ever enough rounds to solve from
         self._alarms: list[Alarm] = []  # since the last decision
         self._half_pairs: OrderedDict[str, float] = OrderedDict()  # signed score of the branch that came first
-        self._since_plain = 1 << 30  # decisions since the last interval of plain decoding: the first may come at once
+        self._since_plain: float | None = None  # decisions since the last interval of plain decoding; None: none yet
         self._buckets: set[int] = set()  # batch buckets of the rounds since the last decision
 
     def set_policy(self, policy: ClassPolicy, now: float) -> None:
@@ -295,9 +296,13 @@ class ClassSteer:
         """The batch buckets to decode plainly for one interval: of those with traffic now, the ones whose plain pass,
         which drafting is compared with, was not measured for a while. Intervals are the policy's share of exploration
         at most."""
-        self._since_plain += 1
         buckets, self._buckets = self._buckets, set()
-        if self.policy.explore == 0 or self._since_plain < 1 / self.policy.explore:
+        if self.policy.explore == 0:
+            return set()
+        if self._since_plain is None:
+            self._since_plain = 1 / self.policy.explore - FIRST_PLAIN
+        self._since_plain += 1
+        if self._since_plain < 1 / self.policy.explore:
             return set()
         due = {row.batch for row in table if row.g > 0 and row.batch in buckets}
         due = {rows for rows in due if self.costs.narrow_rounds(rows) < PLAIN_ROUNDS}
@@ -387,7 +392,7 @@ class ClassSteer:
         if "watch" in state:
             self.watch = Watch.from_state(state["watch"])
             self._half_pairs.update(state["half_pairs"])
-            self._since_plain, self._buckets = int(state["since_plain"]), set(state["buckets"])
+            self._since_plain, self._buckets = state["since_plain"], set(state["buckets"])
         return self
 
 

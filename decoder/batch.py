@@ -7,24 +7,29 @@ from dataclasses import dataclass
 
 import torch
 
-from decoder.generate import Engine, _Row
+from decoder.generate import Engine, Rows
 from decoder.request import Completion, Knobs, Observer, Request
+from decoder.row import Row
+from policies.errors import ModelError
 
 
-@dataclass
+@dataclass(eq=False)
 class _Seat:
-    """A row and who listens to it."""
+    """A request at work and who listens to it."""
 
-    row: _Row
+    row: Row
     knobs: Callable[[], Knobs]
     observer: Observer | None
     on_tokens: Callable[[list[int]], None] | None
+    told: int = 0  # output tokens that `on_tokens` knows
 
 
 class Batch:
     """Up to ``max_rows`` requests at work. Each gets the output that `Engine.generate` would give it alone.
 
-    For one thread: nothing here is locked.
+    That is exact but for rounding: rows read in one pass have logits that differ from those of a row read alone in the
+    last bits, so an output may differ where two tokens nearly tie or a uniform nearly hits its threshold. For one
+    thread: nothing here is locked. Raises ModelError for models that cannot decode so many rows in one pass.
     """
 
     def __init__(self, engine: Engine, max_rows: int = 8):
@@ -32,19 +37,20 @@ class Batch:
             raise ValueError(f"a batch has at least one row, not {max_rows!r}")
         self._engine = engine
         self._max_rows = max_rows
-        self._seats: dict[str, _Seat] = {}
+        self._rows = Rows(engine, max_rows)
+        self._seats: list[_Seat] = []  # as the rows
+        self._waiting: list[_Seat] = []  # no round yet
 
     @property
     def rows(self) -> int:
         """Requests at work."""
-        return len(self._seats)
+        return len(self._seats) + len(self._waiting)
 
     @property
     def free(self) -> int:
         """Requests that can be added."""
-        return self._max_rows - len(self._seats)
+        return self._max_rows - self.rows
 
-    @torch.inference_mode()
     def add(
         self,
         request: Request,
@@ -60,31 +66,72 @@ class Batch:
         """
         if not self.free:
             raise RuntimeError(f"the batch has {self._max_rows} rows already")
-        if request.request_id in self._seats:
+        if self._find(request.request_id) is not None:
             raise ValueError(f"request {request.request_id!r} is in the batch already")
-        self._seats[request.request_id] = _Seat(self._engine._start(request), knobs, observer, on_tokens)
+        self._waiting.append(_Seat(self._engine.start(request), knobs, observer, on_tokens))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One round of every row; returns what finished, whose rows are free again. Nothing happens without rows."""
-        done = []
-        for name, seat in list(self._seats.items()):
-            before = seat.row.emitted
-            self._engine._round(seat.row, seat.knobs(), seat.observer)
-            if seat.on_tokens is not None:
-                seat.on_tokens(seat.row.output[before:])
-            if seat.row.finish_reason:
-                done.append(seat.row.completion())
-                del self._seats[name]
+        """One round of every row; returns what finished, whose rows are free again. Nothing happens without rows.
+
+        The rows that are there have their round together; then each new one has its first round alone, in which it
+        reads its prompt. Raises ModelError for knobs whose rule cannot be used here; rows stay as they were then, but
+        one that was to have its first round is dropped.
+        """
+        done: list[Completion] = []
+        if self._seats:
+            self._play(0, done)
+        while self._waiting:
+            seat = self._waiting.pop(0)
+            self._rows.join(seat.row)
+            self._seats.append(seat)
+            try:
+                self._play(len(self._seats) - 1, done)
+            except ModelError:
+                self._leave(seat)
+                raise
         return done
 
+    @torch.inference_mode()
     def cancel(self, request_id: str) -> Completion | None:
         """End a request between rounds, with finish reason "cancelled" and what came out so far.
 
         None when it is not in the batch (any more), or when it has not had a round yet.
         """
-        seat = self._seats.pop(request_id, None)
-        if seat is None or seat.row.knobs is None:
+        seat = self._find(request_id)
+        if seat is None:
+            return None
+        if seat in self._waiting:
+            self._waiting.remove(seat)
+        else:
+            self._leave(seat)
+        if seat.row.knobs is None:
             return None
         seat.row.finish_reason = "cancelled"
         return seat.row.completion()
+
+    def _play(self, first: int, done: list[Completion]) -> None:
+        """A round of the rows from ``first`` on."""
+        seats = self._seats[first:]
+        self._rows.round(first, [seat.knobs() for seat in seats], [seat.observer for seat in seats])
+        for seat in seats:
+            if seat.row.finish_reason:
+                self._leave(seat)
+                done.append(seat.row.completion())
+        for seat in seats:
+            new = seat.row.output[seat.told :]
+            seat.told += len(new)
+            if seat.on_tokens is not None and new:
+                seat.on_tokens(new)
+
+    def _leave(self, seat: _Seat) -> None:
+        """Free the seat; the last one takes its place."""
+        i = next(i for i, other in enumerate(self._seats) if other is seat)
+        self._rows.leave(i)
+        last = self._seats.pop()
+        if i < len(self._seats):
+            self._seats[i] = last
+
+    def _find(self, request_id: str) -> _Seat | None:
+        seats = (*self._seats, *self._waiting)
+        return next((seat for seat in seats if seat.row.request.request_id == request_id), None)

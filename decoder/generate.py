@@ -1,19 +1,22 @@
 """The draft-verify round, and the loop that repeats it. Reads top to bottom.
 
-A round: the drafter proposes a block; one target pass gives the distributions of every drafted position and one more;
-`verify` examines the block; what was accepted is emitted together with one residual or bonus token; both caches are
-rolled back to what stands. With ``g = 0`` the same round is plain decoding.
+A round of one or several rows: the drafter proposes a block for each; one target pass gives the distributions of every
+drafted position and one more; `verify` examines the blocks; what was accepted is emitted together with one residual or
+bonus token; both caches are rolled back to what stands. With ``g = 0`` the same round is plain decoding.
 
 Randomness. A request's output is a function of prompt, knobs and seed: output index ``i`` has its own uniforms (draft,
 accept, residual or bonus, exploration), whichever round gets there. So two branches of a request share them, the
-request is identical to its lossless self until the first touch, and a fork can be generated at any later time.
+request is identical to its lossless self until the first touch, a fork can be generated at any later time, and a row of
+a batch draws what it would draw alone.
+
+The device is waited for once in a round: for the table of tokens and outcomes that decides what is emitted. (Requests
+with structured spans need their block before the target's pass, and those that ask for logprobs read them afterwards.)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decoder.cache import CachedModel, KVCache
-from decoder.drafters.base import Draft, Drafter, DraftState
+from decoder.cache import CachedModel
+from decoder.drafters.base import Draft, Drafter, rows_of
 from decoder.request import (
     Completion,
     FloatArray,
@@ -32,12 +35,15 @@ from decoder.request import (
     Observer,
     Request,
     RoundTrace,
+    TokenLogprob,
 )
-from decoder.sampling import SamplingParams, bias_tensor, process
-from decoder.verify import Block, Verdict, verify
+from decoder.row import ACCEPT, DRAFT, EXPLORE, RESIDUAL, Outcome, Row
+from decoder.sampling import Sampler, SamplingParams, bias_tensor
+from decoder.timing import Stopwatch
+from decoder.verify import Block, verify
 from policies.errors import ModelError
 from policies.rules import Rule, Scalars, get_rule
-from storage.records import ACCEPTED, EXAMINED, PINNED, TOUCH, Arm
+from storage.records import ACCEPTED, EXAMINED, PINNED, TOUCH
 
 __all__ = [
     "Completion",
@@ -48,19 +54,19 @@ __all__ = [
     "Observer",
     "Request",
     "RoundTrace",
+    "Rows",
     "SamplingParams",
 ]
 
-# Columns of a request's uniforms.
-_DRAFT, _ACCEPT, _RESIDUAL, _EXPLORE = range(4)
+NEVER = -9999.0  # what is said of the logarithm of 0
 
 
 class Engine:
-    """Decodes requests with a target and a drafter (None: plain decoding), one at a time.
+    """Decodes requests with a target and a drafter (None: plain decoding), one at a time; `Batch` decodes several.
 
     ``eos_ids`` end a request (none, one or several). Only the first ``vocab_size`` ids can come out (default: those
-    that both models have); give it where the models' vocabularies are padded. Raises ModelError for models that cannot
-    be used.
+    that both models have); give it where the models' vocabularies are padded. ``static_length`` and ``compiler`` are
+    options of `CachedModel` for the target. Raises ModelError for models and options that cannot be used.
     """
 
     def __init__(
@@ -71,19 +77,18 @@ class Engine:
         eos_ids: Iterable[int] = (),
         device: torch.device | str = "cpu",
         vocab_size: int | None = None,
+        static_length: int | None = None,
+        compiler: str | None = None,
     ):
-        self._target = CachedModel(target)
+        self._target = CachedModel(target, static_length=static_length, compiler=compiler)
         self._drafter = drafter
         self._device = torch.device(device)
-        if self._target.device.type != self._device.type:
-            raise ModelError(f"the target is on {self._target.device}, not on {self._device}; move it there first")
+        for who, where in (("target", self._target.device), ("draft model", getattr(drafter, "device", None))):
+            if where is not None and where.type != self._device.type:
+                raise ModelError(f"the {who} is on {where}, not on {self._device}; move it there first")
         sizes = [self._target.vocab_size, drafter.vocab_size if drafter else None, vocab_size]
         self._vocab = min(size for size in sizes if size is not None)
         self.eos_ids = frozenset(eos_ids)
-        self._nothing = Draft(
-            torch.zeros(1, 0, dtype=torch.int64, device=self._device),
-            *[torch.zeros(1, 0, self._vocab, device=self._device)] * 2,
-        )
 
     def check_rule(self, name: str) -> Rule:
         """The rule of that name; ModelError if there is none, or if this drafter would make it accept everything."""
@@ -105,9 +110,10 @@ class Engine:
         Raises ValueError for a request that cannot be served, ModelError for knobs whose rule cannot be used here (see
         `check_rule`).
         """
-        row = self._start(request)
+        rows, row = Rows(self, 1), self.start(request)
+        rows.join(row)
         while not row.finish_reason:
-            self._round(row, knobs(), observer)
+            rows.round(0, [knobs()], [observer])
         return row.completion()
 
     @torch.inference_mode()
@@ -120,11 +126,12 @@ class Engine:
         point = completion.fork_point
         if point is None:
             raise ValueError(f"request {completion.request.request_id} was never touched: there is nothing to fork")
-        row = self._start(completion.request)
+        rows, row = Rows(self, 1), self.start(completion.request)
         row.arm, row.touches = point.arm, point.touches
-        row.emit(point.token_ids, self.eos_ids)
+        row.emit(point.token_ids)
+        rows.join(row)
         while not row.finish_reason:
-            self._round(row, point.knobs, None)
+            rows.round(0, [point.knobs], [None])
         return ForkResult(
             token_ids=row.output,
             touches=row.touches if point.arm == "lenient" else completion.touches,
@@ -133,244 +140,241 @@ class Engine:
             finish_reason=row.finish_reason,
         )
 
-    def _start(self, request: Request) -> _Row:
-        length = len(request.prompt_ids)
+    def start(self, request: Request) -> Row:
+        """Check a request and begin it; raises ValueError for one that cannot be served."""
+        params, length = request.params, len(request.prompt_ids)
         if not length or max(request.prompt_ids) >= self._vocab or min(request.prompt_ids) < 0:
             raise ValueError(f"prompt_ids must be 1 or more token ids below {self._vocab}")
-        limit = request.params.max_tokens
+        if params.stop and request.detokenize is None:
+            raise ValueError("stop strings need the request's detokenize")
+        bias_tensor(params, self._vocab)
+        limit = params.max_tokens
         if self._target.context is not None:
             if length >= self._target.context:
                 raise ValueError(f"the prompt has {length} tokens; the model reads at most {self._target.context}")
             limit = min(limit, self._target.context - length)
-        # Rows of an output index come one after another: they do not depend on how many there are.
-        rng = np.random.Generator(np.random.PCG64(request.params.seed))
-        coins, uniforms = rng.random(3), rng.random((limit, 4))
-        explore = uniforms[:, _EXPLORE].tolist()
-        uniforms[:, _ACCEPT] = 1 - uniforms[:, _ACCEPT]  # (0, 1]: a token of acceptance 0 is never accepted
-        return _Row(
-            request=request,
-            limit=limit,
-            tokens=list(request.prompt_ids),
-            cache=self._target.new_cache(),
-            drafts=self._drafter.start(request.params, self._vocab, self.eos_ids) if self._drafter else None,
-            bias=bias_tensor(request.params, self._vocab, self._device),
-            coins=(float(coins[0]), float(coins[1]), float(coins[2])),
-            uniforms=torch.from_numpy(uniforms.T.copy()).to(self._device),
-            explore=explore,
-        )
+        return Row.start(request, limit, self.eos_ids)
 
-    def _width(self, row: _Row, knobs: Knobs) -> int:
-        """How many tokens to draft: g, sometimes one more, never past the request's limit or the drafter's context."""
-        if self._drafter is None:
-            return 0
-        done = row.emitted
-        g = knobs.g + (row.explore[done] < knobs.explore)
-        room = row.limit - done - 1  # the round emits one token of its own
-        if self._drafter.context is not None:
-            room = min(room, self._drafter.context - len(row.tokens))
-        return max(0, min(g, room))
 
-    def _round(self, row: _Row, knobs: Knobs, observer: Observer | None) -> None:
-        began = time.perf_counter()
-        first = row.knobs is None
-        if first:
-            row.knobs = knobs
-        lenient = knobs.lenient and row.arm != "holdback" and not row.request.pinned
-        rule = self.check_rule(knobs.rule) if lenient else None
-        length, done = len(row.tokens), row.emitted
+class Rows:
+    """Requests that decode together: row ``i`` of both caches belongs to ``rows[i]``.
+
+    Raises ModelError if the models cannot decode ``max_rows`` in one pass.
+    """
+
+    def __init__(self, engine: Engine, max_rows: int):
+        self.rows: list[Row] = []
+        self._engine, self._device, self._vocab = engine, engine._device, engine._vocab
+        drafter = engine._drafter
+        self._context = drafter.context if drafter else None
+        self._cache = engine._target.new_rows(max_rows)
+        self._drafts = rows_of(drafter, max_rows, self._vocab, engine.eos_ids) if drafter else None
+        self._samplers: dict[tuple[int, int], Sampler] = {}
+        ends = sorted(token for token in engine.eos_ids if token < self._vocab)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
+        self._rounds = 0
+
+    def join(self, row: Row) -> None:
+        """Become the last row. Its first round must be one of its own."""
+        self.rows.append(row)
+        self._samplers.clear()
+        if self._drafts is not None:
+            self._drafts.join(row.request.params)
+
+    def leave(self, i: int) -> None:
+        """Take out row ``i``; the last row takes its place."""
+        self._cache.leave(i, len(self.rows))
+        if self._drafts is not None:
+            self._drafts.leave(i)
+        last = self.rows.pop()
+        if i < len(self.rows):
+            self.rows[i] = last
+        self._samplers.clear()
+
+    def round(self, first: int, knobs: Sequence[Knobs], observers: Sequence[Observer | None]) -> None:
+        """One round of the rows from ``first`` on, as many as there are knobs.
+
+        All of them have read the same but their last token, or there is only one. Raises ModelError for a rule that
+        cannot be used, before anything has changed.
+        """
+        watch = Stopwatch(self._device)
+        rows = self.rows[first : first + len(knobs)]
+        lenient = [row.lenient(k) for row, k in zip(rows, knobs, strict=True)]
+        rules = [self._engine.check_rule(k.rule) if may else None for k, may in zip(knobs, lenient, strict=True)]
+        starts = [len(row.tokens) for row in rows]
+        for row, k in zip(rows, knobs, strict=True):
+            row.knobs = row.knobs or k
 
         # Draft.
-        width = self._width(row, knobs)
-        draft = self._nothing
-        if width and row.drafts is not None:
-            draft = row.drafts.propose(row.tokens, width, row.uniforms[_DRAFT, done : done + width])
+        widths = [self._width(row, k) for row, k in zip(rows, knobs, strict=True)]
+        uniforms = self._uniforms(rows, max(widths))
+        draft = self._draft(first, rows, widths, uniforms[DRAFT])
         width = draft.tokens.shape[-1]
-        drafted = time.perf_counter()
+        watch.lap()
+        knob = _Leniency.of(rows, knobs, lenient, draft.tokens)
 
-        # One target pass over what it has not read yet and the block.
-        unread = torch.tensor([row.tokens[row.cache.length :]], device=self._device)
-        logits = row.cache.extend(torch.cat([unread, draft.tokens], 1) if width else unread, keep=width + 1)
-        verified = time.perf_counter()
+        # One target pass over what it has not read yet and the blocks.
+        unread = [row.tokens[self._cache.lengths[first + i] :] for i, row in enumerate(rows)]
+        ids = torch.tensor(unread, device=self._device)
+        logits = self._cache.extend(torch.cat([ids, draft.tokens], 1) if width else ids, width + 1, first)
+        watch.lap()
 
         # Accept token j iff u_j <= A(x_j), up to the first rejection; then one residual or bonus token.
-        probs, raw = process(logits[..., : self._vocab], row.request.params, row.bias)
-        uniforms = row.uniforms[:, None, done : done + width + 1]
+        probs, raw = self._sampler(first, rows).process(self._masked(rows, logits[..., : self._vocab]))
         verdict = verify(
-            Block(draft.tokens, probs, raw, draft.probs, draft.raw),
-            rule,
-            knobs.theta,
-            knobs.rho,
-            uniforms[_ACCEPT, :, :width],
-            uniforms[_RESIDUAL],
+            Block(draft.tokens, probs, raw, draft.probs, draft.raw, draft.widths),
+            rules if len(set(rules)) > 1 else rules[0],
+            knob.theta,
+            knob.rho,
+            uniforms[ACCEPT, :, :width],
+            uniforms[RESIDUAL, :, : width + 1],
         )
-        block, outcome = draft.tokens[0].tolist(), _outcome(verdict)
-        served = outcome.lenient
-        if outcome.touches:
-            if row.arm == "untouched":
-                served = self._first_touch(row, knobs, outcome, block)
-            else:
-                row.touches += outcome.touches
-        accepted, token = served
-        row.target_passes += 1
-        row.drafted += width
-        row.examined += min(accepted + 1, width)
-        row.accepted += accepted
-        row.emit([*block[:accepted], token], self.eos_ids)
+        scalars = None
+        if any(observer is not None for observer in observers):
+            scalars = torch.stack(verdict.scalars).float().to("cpu", non_blocking=True)
+        branches = torch.stack([*verdict.lossless, *verdict.lenient], 1)
+        own = torch.full_like(branches[:, :1], width) if draft.widths is None else draft.widths[:, None]
+        table = torch.cat([branches, own, draft.tokens, verdict.touch], 1).tolist()  # here the host waits
 
-        # Take back what does not stand.
-        row.cache.truncate(length + accepted)
-        if row.drafts is not None:
-            row.drafts.commit(length + accepted)
-        ended = time.perf_counter()
-        if first:
-            row.first_token_s = ended - row.started
-        if observer is not None:
-            theta, flags = _applied(verdict, accepted, knobs.theta if lenient else 0.0, row)
-            columns = _columns(verdict.scalars)
-            draft_s, verify_s = drafted - began, verified - drafted
+        # Take what stands, and take back what does not.
+        blocks, touched, taken = [], [], []
+        for i, (row, (a0, t0, a, t, w, *cells)) in enumerate(zip(rows, table, strict=True)):
+            block, touch = cells[:w], cells[width : width + w]
+            accepted, tokens = row.take(Outcome((a0, t0), (a, t), sum(touch)), block, knobs[i])
+            if row.request.params.logprobs is not None:
+                row.logprobs += _logprobs(raw[i, : len(tokens)], tokens, row.request.params.logprobs)
+            row.emit(tokens)
+            self._cache.truncate(first + i, starts[i] + accepted)
+            if self._drafts is not None:
+                self._drafts.commit(first + i, starts[i] + accepted)
+            if row.target_passes == 1:
+                row.first_token_s = time.perf_counter() - row.started
+            blocks.append(block)
+            touched.append(touch)
+            taken.append(accepted)
+
+        # Tell who watches. The rows take turns in speaking for the round.
+        self._rounds += 1
+        if scalars is None:
+            return
+        columns = scalars.numpy()
+        for i, (row, observer) in enumerate(zip(rows, observers, strict=True)):
+            if observer is None:
+                continue
+            n, timed = len(blocks[i]), i == self._rounds % len(rows)
+            applied, flags = _applied(row, touched[i], taken[i], knob.by_row[i][:n], knob.pinned[i][:n])
+            draft_s, verify_s, overhead_s = watch.seconds() if timed else (0.0, 0.0, 0.0)
             observer.on_round(
                 RoundTrace(
                     request_id=row.request.request_id,
                     traffic_class=row.request.traffic_class,
-                    knobs=knobs,
-                    rows=1,
-                    width=width,
-                    emitted=row.emitted - done,
-                    prefill=length - 1 if first else 0,
+                    knobs=knobs[i],
+                    rows=len(rows),
+                    width=n,
+                    emitted=len(row.tokens) - starts[i],
+                    prefill=starts[i] - 1 if row.target_passes == 1 else 0,
                     draft_s=draft_s,
                     verify_s=verify_s,
-                    overhead_s=time.perf_counter() - began - draft_s - verify_s,
-                    theta=theta,
+                    overhead_s=overhead_s,
+                    theta=applied,
                     flags=flags,
-                    **columns,
+                    timed=timed,
+                    widest=max(map(len, blocks)) if timed else None,
+                    **{name: columns[c, i, :n] for c, name in enumerate(Scalars._fields)},
                 )
             )
 
-    def _first_touch(self, row: _Row, knobs: Knobs, outcome: _Outcome, block: list[int]) -> tuple[int, int]:
-        """Toss the request's coins, remember the branch that is not served, and return the outcome that is."""
-        hold, fork, label = row.coins
-        held = hold < knobs.holdback
-        row.arm = "holdback" if held else "lenient"
-        served, unserved = (outcome.lossless, outcome.lenient) if held else (outcome.lenient, outcome.lossless)
-        row.touches = 1 if held else outcome.touches
-        row.knobs, row.first_touch_at = knobs, time.time()
-        row.fork_drawn, row.label_drawn = fork < knobs.fork, label < knobs.label
-        accepted, token = unserved
-        row.fork_point = ForkPoint(
-            arm="lenient" if held else "holdback",
-            token_ids=[*row.output, *block[:accepted], token],
-            touches=outcome.touches if held else 1,
-            knobs=knobs,
-        )
-        return served
+    def _width(self, row: Row, knobs: Knobs) -> int:
+        """How many tokens to draft: g, sometimes one more, never past the request's limit or the drafter's context."""
+        if self._drafts is None:
+            return 0
+        done = row.emitted
+        g = knobs.g + (row.explore[done] < knobs.explore)
+        room = row.limit - done - 1  # the round emits one token of its own
+        if self._context is not None:
+            room = min(room, self._context - len(row.tokens))
+        return max(0, min(g, room))
+
+    def _uniforms(self, rows: Sequence[Row], width: int) -> Tensor:
+        """The rows' uniforms for the next ``width + 1`` output indices, float64 [3, B, width + 1]; 0 past a limit."""
+        if len(rows) == 1:
+            done = rows[0].emitted
+            table = rows[0].uniforms[:EXPLORE, None, done : done + width + 1]
+        else:
+            table = np.zeros((EXPLORE, len(rows), width + 1))
+            for i, row in enumerate(rows):
+                its = row.uniforms[:EXPLORE, row.emitted : row.emitted + width + 1]
+                table[:, i, : its.shape[1]] = its
+        return torch.from_numpy(table).to(self._device)
+
+    def _draft(self, first: int, rows: Sequence[Row], widths: list[int], uniforms: Tensor) -> Draft:
+        if self._drafts is None or not any(widths):
+            nothing = torch.zeros(len(rows), 0, self._vocab, device=self._device)
+            return Draft(torch.zeros(len(rows), 0, dtype=torch.int64, device=self._device), nothing, nothing)
+        return self._drafts.propose(first, [row.tokens for row in rows], widths, uniforms[:, : max(widths)])
+
+    def _masked(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """Without the end tokens at output indices below a row's ``min_tokens``."""
+        for i, row in enumerate(rows):
+            short = row.request.params.min_tokens - row.emitted
+            if short > 0 and len(self._ends):
+                logits[i, :short].index_fill_(-1, self._ends, -torch.inf)
+        return logits
+
+    def _sampler(self, first: int, rows: Sequence[Row]) -> Sampler:
+        key = first, len(rows)
+        if key not in self._samplers:
+            self._samplers[key] = Sampler([row.request.params for row in rows], self._vocab, self._device)
+        return self._samplers[key]
 
 
-@dataclass
-class _Row:
-    """A request at work. ``tokens`` is prompt and output; the cache holds all of them but those not read yet."""
+class _Leniency(NamedTuple):
+    """The knobs in force: for `verify`, and per row and drafted position [width] with what structured spans pin."""
 
-    request: Request
-    limit: int  # output tokens, at most
-    tokens: list[int]
-    cache: KVCache
-    drafts: DraftState | None
-    bias: Tensor | None
-    coins: tuple[float, float, float]  # holdback, fork, label
-    uniforms: Tensor  # float64 [4, limit], by output index
-    explore: list[float]
-    arm: Arm = "untouched"
-    touches: int = 0
-    knobs: Knobs | None = None
-    first_touch_at: float | None = None
-    fork_drawn: bool = False
-    label_drawn: bool = False
-    fork_point: ForkPoint | None = None
-    target_passes: int = 0
-    drafted: int = 0
-    examined: int = 0
-    accepted: int = 0
-    finish_reason: str = ""
-    started: float = field(default_factory=time.perf_counter)
-    first_token_s: float = 0.0
+    theta: Tensor | float
+    rho: Tensor | float
+    by_row: list[FloatArray]
+    pinned: list[npt.NDArray[np.bool_]]
 
-    @property
-    def emitted(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[len(self.request.prompt_ids) :]
-
-    def emit(self, tokens: list[int], eos_ids: frozenset[int]) -> None:
-        """Append output up to an end token or the limit, and note if that finishes the request."""
-        for token in tokens:
-            self.tokens.append(token)
-            if token in eos_ids:
-                self.finish_reason = "stop"
-                return
-            if self.emitted >= self.limit:
-                self.finish_reason = "length"
-                return
-
-    def completion(self) -> Completion:
-        knobs = self.knobs
-        assert knobs is not None
-        return Completion(
-            request=self.request,
-            token_ids=self.output,
-            finish_reason=self.finish_reason,
-            arm=self.arm,
-            touches=self.touches,
-            first_touch_at=self.first_touch_at,
-            fork_drawn=self.fork_drawn,
-            label_drawn=self.label_drawn,
-            holdback_prob=knobs.holdback,
-            fork_prob=knobs.fork,
-            label_prob=knobs.label,
-            knobs=knobs,
-            target_passes=self.target_passes,
-            drafted=self.drafted,
-            examined=self.examined,
-            accepted=self.accepted,
-            first_token_s=self.first_token_s,
-            total_s=time.perf_counter() - self.started,
-            fork_point=self.fork_point,
-        )
+    @classmethod
+    def of(cls, rows: Sequence[Row], knobs: Sequence[Knobs], lenient: Sequence[bool], tokens: Tensor) -> _Leniency:
+        """Asks the rows' trackers about their blocks, tokens int64 [B, width]."""
+        width = tokens.shape[-1]
+        by_row, pinned, blocks = [], [], None
+        for i, (row, k, may) in enumerate(zip(rows, knobs, lenient, strict=True)):
+            theta = np.full(width, k.theta if may else 0.0, dtype=np.float32)
+            fixed = np.full(width, row.request.pinned)
+            if row.request.spans is not None and width:
+                blocks = blocks or tokens.tolist()
+                fixed |= ~np.array(row.request.spans.lenient_mask(row.output, blocks[i]), dtype=bool)
+                theta[fixed] = 0
+            by_row.append(theta)
+            pinned.append(fixed)
+        if len(rows) == 1 and blocks is None:
+            return cls(knobs[0].theta, knobs[0].rho, by_row, pinned)
+        theta_table = torch.from_numpy(np.stack(by_row)).to(tokens.device)
+        return cls(theta_table, torch.tensor([[k.rho] for k in knobs], device=tokens.device), by_row, pinned)
 
 
-class _Outcome(NamedTuple):
-    """A verdict on one row as numbers: (accepted, next token) of both branches, and the touches of the lenient."""
-
-    lossless: tuple[int, int]
-    lenient: tuple[int, int]
-    touches: int
-
-
-def _outcome(verdict: Verdict) -> _Outcome:
-    """The one transfer from the device that decides a round."""
-    if verdict.lenient is verdict.lossless:
-        accepted, token = torch.cat(verdict.lossless).tolist()
-        return _Outcome((accepted, token), (accepted, token), 0)
-    a0, t0, a, t, touches = torch.cat([*verdict.lossless, *verdict.lenient, verdict.touch.sum(-1)]).tolist()
-    return _Outcome((a0, t0), (a, t), touches)
-
-
-def _applied(verdict: Verdict, accepted: int, theta: float, row: _Row) -> tuple[FloatArray, npt.NDArray[np.uint8]]:
-    """The knob in force at every drafted position, and the flag bits of what happened there."""
-    touch = verdict.touch[0].cpu().numpy()
-    flags = touch * np.uint8(TOUCH)
+def _applied(
+    row: Row, touch: Sequence[int], accepted: int, theta: FloatArray, pinned: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, npt.NDArray[np.uint8]]:
+    """The knob in force at every drafted position of a row, and the flag bits of what happened there."""
+    applied, flags = theta.copy(), np.array(touch, dtype=np.uint8) * np.uint8(TOUCH)
     flags[:accepted] |= ACCEPTED
     flags[: accepted + 1] |= EXAMINED
-    applied = np.full(len(touch), theta, dtype=np.float32)
     if row.arm == "holdback":
         applied[accepted + 1 :] = 0
         flags[accepted + 1 :] = 0
-    if row.request.pinned:
-        flags |= PINNED
+    flags[pinned] |= PINNED
     return applied, flags
 
 
-def _columns(scalars: Scalars) -> dict[str, FloatArray]:
-    """The scalars of the one row as float32 arrays [width], in one transfer."""
-    table = torch.cat(scalars).float().cpu().numpy()
-    return dict(zip(Scalars._fields, table, strict=True))
+def _logprobs(raw: Tensor, tokens: list[int], most: int) -> list[TokenLogprob]:
+    """What the target says of emitted ``tokens`` under ``raw`` [n, V], and of its ``most`` most probable ones."""
+    said = raw.gather(-1, torch.tensor(tokens, device=raw.device)[:, None]).log().clamp_min(NEVER)[:, 0].tolist()
+    best = raw.topk(min(most, raw.shape[-1]))
+    ids, values = best.indices.tolist(), best.values.log().clamp_min(NEVER).tolist()
+    return [
+        TokenLogprob(x, p, list(zip(i, v, strict=True))) for x, p, i, v in zip(tokens, said, ids, values, strict=True)
+    ]

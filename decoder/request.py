@@ -76,10 +76,15 @@ class Request:
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """What one round saw. Seconds are wall time; what is neither drafting nor the target's pass is overhead.
+    """What one round saw of one request. Seconds are wall time; what is neither drafting nor the target's pass is
+    overhead (on a GPU the first two are what the device took).
 
-    ``width`` tokens were drafted and ``emitted`` come out. ``prefill`` prompt tokens were read besides (0 after the
-    first round). The arrays have one entry per drafted position, examined or not: the scalars of
+    A round of ``rows`` requests gives one trace for each. One of them, ``timed``, speaks for the round: it has the
+    round's seconds and says in ``widest`` how many tokens the widest row drafted; the others have 0 seconds. It is the
+    requests' turn one after another, so that over rounds each traffic class gets its share of seconds and rows, while
+    every measured round stays one round of so many rows. ``width`` tokens were drafted for the request and ``emitted``
+    come out. ``prefill`` prompt tokens were read besides (0 after the first round, which a request has alone). The
+    arrays have one entry per drafted position, examined or not: the scalars of
     `policies.rules.Scalars`, the knob ``theta`` in force there (0 when lossless, pinned or in holdback), and flag bits
     of `storage.records`. The touch that holdback turns into a rejection is EXAMINED and TOUCH but not ACCEPTED, and has
     the knob under which it was one; theta is 0 from right after it.
@@ -104,6 +109,8 @@ class RoundTrace:
     tv: FloatArray
     theta: FloatArray
     flags: npt.NDArray[np.uint8]
+    timed: bool = True
+    widest: int | None = None  # None: as ``width``
 
 
 class Observer(Protocol):

@@ -59,7 +59,9 @@ def pack(
     """Blocks of ``rounds``, in the order in which their first rounds came, numbered from ``first_seq``.
 
     One block holds rounds of one (class, epoch, lease seq, rule, rho), at most ``block_size`` positions (a single round
-    is never split). Inside a block every request has one row number, counted from 0, and every round one index.
+    is never split). Inside a block every request has one row number, counted from 0, and every trace one round index:
+    the rows of a batch have a round each. Rows and seconds of the batch's round are those of the trace that speaks for
+    it (`RoundTrace.timed`); the others have 0 rows and 0 seconds, so sums are right and costs leave them out.
     """
     full: list[list[Round]] = []
     open_groups: dict[tuple[Any, ...], tuple[list[Round], int]] = {}
@@ -102,8 +104,8 @@ def _block(group: list[Round], pool: str, worker: str, boot: str, seq: int) -> T
         lease_seq=knobs.lease_seq,
         rule=knobs.rule,
         rho=knobs.rho,
-        round_rows=per_round([t.rows for t in traces], "<u2"),
-        round_width=per_round([t.width for t in traces], "<u2"),
+        round_rows=per_round([t.rows if t.timed else 0 for t in traces], "<u2"),
+        round_width=per_round([t.width if t.widest is None else t.widest for t in traces], "<u2"),
         round_emitted=per_round([t.emitted for t in traces], "<u4"),
         round_prefill=per_round([t.prefill for t in traces], "<u4"),
         round_draft_s=seconds([t.draft_s for t in traces]),

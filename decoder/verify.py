@@ -13,6 +13,7 @@ Shapes: B rows, g drafted positions (the widest row's), V tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,24 +60,34 @@ class Verdict(NamedTuple):
 
 def verify(
     block: Block,
-    rule: Rule | None,
+    rule: Rule | Sequence[Rule | None] | None,
     theta: Tensor | float,
     rho: Tensor | float,
     accept_uniforms: Tensor,
     residual_uniforms: Tensor,
 ) -> Verdict:
-    """Examine a block under ``rule`` (None: lossless) and, on the same numbers, losslessly.
+    """Examine a block under ``rule`` (None: lossless; or one for each row) and, on the same numbers, losslessly.
 
     ``theta`` and ``rho`` in [0, 1] are numbers or tensors that broadcast to [B, g]. ``accept_uniforms`` [B, g] in
     (0, 1] (a 0 never accepts what has acceptance 0); ``residual_uniforms`` [B, g + 1] in [0, 1). At width 0 the bonus
     token is plain sampling from the target.
     """
     scalars = scalars_of(block)
-    passed = _passes(accept_uniforms, lossless_accept(scalars), block.widths)
-    if rule is None or rule.name == "lossless":
+    a0 = lossless_accept(scalars)
+    passed = _passes(accept_uniforms, a0, block.widths)
+    rules = {r.name: r for r in (rule if isinstance(rule, Sequence) else [rule]) if r is not None}
+    rules.pop("lossless", None)
+    if not rules:
         lossless = _branches(block, passed.unsqueeze(0), residual_uniforms)[0]
         return Verdict(lossless, lossless, torch.zeros_like(passed), scalars)
-    passed_rule = _passes(accept_uniforms, accept_prob(rule, scalars, theta, rho), block.widths)
+    accept = a0
+    for name, one in rules.items():
+        accept_one = accept_prob(one, scalars, theta, rho)
+        if isinstance(rule, Sequence):
+            its = torch.tensor([r is not None and r.name == name for r in rule], device=a0.device)
+            accept_one = torch.where(its.unsqueeze(-1), accept_one, accept)
+        accept = accept_one
+    passed_rule = _passes(accept_uniforms, accept, block.widths)
     lossless, lenient = _branches(block, torch.stack([passed, passed_rule]), residual_uniforms)
     examined = torch.arange(passed.shape[-1], device=passed.device) <= lenient.accepted.unsqueeze(-1)
     return Verdict(lossless, lenient, passed_rule & ~passed & examined, scalars)

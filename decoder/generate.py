@@ -90,6 +90,11 @@ class Engine:
         self._vocab = min(size for size in sizes if size is not None)
         self.eos_ids = frozenset(eos_ids)
 
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the target reads, in tokens; None: any."""
+        return self._target.context
+
     def check_rule(self, name: str) -> Rule:
         """The rule of that name; ModelError if there is none, or if this drafter would make it accept everything."""
         try:

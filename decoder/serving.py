@@ -2,8 +2,8 @@
 
 `Serving.submit`, `Serving.cancel` and `Serving.drain` may be called from any thread; `Serving.turn` is one step of the
 decoding thread: cancel what was given up, admit what waits, decode one round of every row, report what finished. Forks
-that were drawn run when nothing else is there to do; one whose deadline has passed, or that is left when the worker
-stops, is reported as never run.
+that were drawn run, a round at a time, when nothing else is there to do; one whose deadline has passed, or that is left
+when the worker stops, is reported as never run.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Listener(Protocol):
         ...
 
 
-class Forker(Protocol):
-    """What the loop needs of the engine."""
+class Branch(Protocol):
+    """A fork at work, as `decoder.forks.ForkRun`."""
 
-    def fork(self, completion: Completion, /) -> ForkResult:
-        """Generate the branch that was not served."""
+    def step(self) -> ForkResult | None:
+        """One round; the result when the branch has ended."""
         ...
 
 
@@ -94,6 +94,7 @@ class _Fork:
     completion: Completion
     scoring: Scoring
     deadline: float
+    branch: Branch | None = None  # begun
 
 
 class ServingMetrics:
@@ -119,7 +120,7 @@ class Serving:
     def __init__(
         self,
         batch: Batch,
-        forker: Forker,
+        begin_fork: Callable[[Completion], Branch],
         reader: LeaseReader,
         reporter: Reporter,
         observer: Observer | None = None,
@@ -130,7 +131,7 @@ class Serving:
     ):
         if queue_size < 0:
             raise ValueError(f"queue_size must be at least 0, not {queue_size!r}")
-        self._batch, self._forker, self._observer = batch, forker, observer
+        self._batch, self._begin_fork, self._observer = batch, begin_fork, observer
         self._reader, self._report = reader, reporter
         self._fork_deadline_s, self._clock = fork_deadline_s, clock
         self.rows = batch.rows + batch.free
@@ -224,7 +225,7 @@ class Serving:
         if self._batch.rows:
             self._round()
             return True
-        return self._fork_one()
+        return self._fork()
 
     def _admit(self) -> None:
         while self._batch.free:
@@ -296,16 +297,22 @@ class Serving:
             self._report.scored(completion, scoring, "served", completion.token_ids)
         self._leave(job, completion=completion)
 
-    def _fork_one(self) -> bool:
+    def _fork(self) -> bool:
+        """One round of the oldest fork; False if there is none."""
         if not self._forks:
             return False
-        fork = self._forks.popleft()
+        fork = self._forks[0]
         result = None
         if self._clock() < fork.deadline:
             try:
-                result = self._forker.fork(fork.completion)
+                fork.branch = fork.branch or self._begin_fork(fork.completion)
+                result = fork.branch.step()
             except Exception:
                 log.exception("serving: a fork failed", request_id=fork.completion.request.request_id)
+            else:
+                if result is None:
+                    return True
+        self._forks.popleft()
         self._report.forked(fork.completion, result)
         if result is not None:
             self._report.scored(fork.completion, fork.scoring, "served", fork.completion.token_ids)

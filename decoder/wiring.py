@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -119,6 +120,7 @@ def serve_http(parts: Parts, http: HttpOptions, metrics_port: int | None) -> int
     """Serve HTTP until told to stop, then drain; returns the exit code, 1 if decoding broke down."""
     from decoder.batch import Batch
     from decoder.demo.pair import BOS
+    from decoder.forks import ForkRun
     from decoder.protocol import Planner
     from decoder.scorers import json_scoring
     from decoder.server import Frontend, HttpServer, create_app
@@ -130,9 +132,11 @@ def serve_http(parts: Parts, http: HttpOptions, metrics_port: int | None) -> int
     reporter = Reporter(parts.sender, metrics, pool=parts.pool, worker=parts.worker, boot=parts.boot)
     text = Text(parts.tokenizer, bos=BOS if parts.bundled else None)
     batch = Batch(parts.engine, max_rows=http.max_rows)
-    serving = Serving(batch, parts.engine, parts.reader, reporter, parts.sender, queue_size=http.queue)
+    serving = Serving(
+        batch, partial(ForkRun, parts.engine), parts.reader, reporter, parts.sender, queue_size=http.queue
+    )
     planner = Planner(
-        text, model=http.model, context=parts.engine._target.context, classes=http.classes, refusal=parts.reader.refusal
+        text, model=http.model, context=parts.engine.context, classes=http.classes, refusal=parts.reader.refusal
     )
     scoring = json_scoring(text, http.metric) if http.scorer is Scorer.json else None
     frontend = Frontend(serving, planner, parts.reader, metrics, pool=parts.pool, scoring=scoring)

@@ -102,10 +102,10 @@ class NoLeases:
 
 
 class Bench:
-    """A serving loop over fakes, turned by hand. It is also the engine that runs forks."""
+    """A serving loop over fakes, turned by hand."""
 
     def __init__(self, batch: Batch | None = None, queue_size: int = 2):
-        self.now, self.forked = 0.0, 0
+        self.now, self.forked, self.rounds = 0.0, 0, 0
         self.fork_fails = False
         self.batch = batch or Batch()
         self.stream = Stream()
@@ -115,13 +115,23 @@ class Bench:
         reporter = Reporter(self.sender, metrics, pool="p", worker="w", boot="b", wall=lambda: 1000.0)
         self.metric = metrics.registry.get_sample_value
         self.serving = Serving(
-            self.batch, self, reader, reporter, queue_size=queue_size, clock=lambda: self.now, fork_deadline_s=60.0
+            self.batch, self.branch, reader, reporter, queue_size=queue_size,
+            clock=lambda: self.now, fork_deadline_s=60.0,
         )  # type: ignore[arg-type]  # fmt: skip
 
-    def fork(self, completion: Completion) -> ForkResult:
-        self.forked += 1
+    def branch(self, completion: Completion) -> Bench:
+        """Begin a fork: the bench is the branch, too. It takes two rounds."""
+        self.rounds = 2
+        return self
+
+    def step(self) -> ForkResult | None:
+        """A round of it."""
         if self.fork_fails:
             raise RuntimeError("out of memory")
+        self.rounds -= 1
+        if self.rounds:
+            return None
+        self.forked += 1
         return ForkResult([1, 2], 1, 1, 0.1, "stop")
 
     def job(self, name: str, rounds: int = 1, **values: Any) -> Listener:

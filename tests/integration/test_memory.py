@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from decoder.batch import Batch
+from decoder.forks import ForkRun
 from decoder.generate import Request
 from decoder.knobs import LeaseReader, Terms
 from decoder.sampling import SamplingParams
@@ -48,7 +50,7 @@ def test_peak_memory_over_a_thousand_requests_is_flat_within_5_percent():
     reader = LeaseReader(Store(), "p")
     reader.poll_once()
     reporter = Reporter(sender, WorkerMetrics(sender, reader), pool="p", worker="w", boot="b")
-    serving = Serving(Batch(engine(), 8), engine(), reader, reporter, sender, queue_size=AT_ONCE)
+    serving = Serving(Batch(engine(), 8), partial(ForkRun, engine()), reader, reporter, sender, queue_size=AT_ONCE)
     text, scoring = Text(pair().tokenizer), Scoring("m", "s", "1", lambda ids: 0.5)
     asked = prompts(20)
 

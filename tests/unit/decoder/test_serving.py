@@ -113,6 +113,20 @@ def test_forks_wait_until_no_request_is_there():
     assert scores == [("a", "served"), ("a", "fork"), ("b", "served"), ("b", "fork")]
 
 
+def test_a_fork_waits_for_a_request_that_comes_while_it_runs():
+    bench = Bench(Batch(1, fork_drawn=True))
+    bench.job("a", scoring=SCORING)
+    bench.serving.turn()
+    bench.serving.turn()
+    assert (bench.rounds, bench.forked) == (1, 0)  # begun
+    late = bench.job("b", 3)
+    for _ in range(3):
+        bench.serving.turn()
+    assert late.said == ["stop"] and bench.forked == 0
+    bench.turns()
+    assert bench.forked == 1
+
+
 def test_a_fork_past_its_deadline_or_that_fails_is_reported_as_never_run():
     bench = Bench(Batch(fork_drawn=True))
     bench.job("late", scoring=SCORING)
@@ -122,7 +136,7 @@ def test_a_fork_past_its_deadline_or_that_fails_is_reported_as_never_run():
     bench.fork_fails = True
     bench.job("fails", scoring=SCORING)
     bench.turns()
-    assert bench.forked == 1
+    assert bench.forked == 0
     assert [(f.request_id, f.done) for f in bench.records(ForkRecord)] == [("late", False), ("fails", False)]
     assert bench.records(QualityScore) == []
 

@@ -11,7 +11,7 @@ import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
@@ -21,8 +21,7 @@ from storage.errors import StorageError
 from storage.stream import connect
 
 if TYPE_CHECKING:
-    import decoder.drafters
-    from decoder.generate import Engine
+    pass
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Lenity: the decoding side."
@@ -62,6 +61,12 @@ def worker(
     target: Annotated[Path | None, typer.Option(help="Target model directory; by default the bundled one")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model directory; by default the bundled one")] = None,
     drafter: Annotated[Drafter, typer.Option(help="What proposes tokens")] = Drafter.model,
+    device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda, cuda:0")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    static_length: Annotated[
+        int | None, typer.Option(min=1, help="Caches of a fixed length, in tokens; for a GPU, with --compiler")
+    ] = None,
+    compiler: Annotated[str | None, typer.Option(help="Compile passes with this torch backend, e.g. inductor")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for the models")] = 1,
     serve: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve OpenAI's API here (port 0: a free one)")
@@ -99,13 +104,22 @@ def worker(
         http = HttpOptions(_address(serve), model_name or pool, max_rows, queue, grace, classes, scorer, metric)
     import torch
 
+    from decoder.loading import load_engine
     from policies.errors import ModelError
 
     try:
         client = connect(redis_url, name=f"lenity-worker-{worker_id}")
         stop = stop_on_signals()
         torch.set_num_threads(threads)
-        engine, proposer, tokenizer = load_engine(target, draft, drafter)
+        engine, proposer, tokenizer = load_engine(
+            target,
+            draft,
+            ngram=drafter is Drafter.ngram,
+            device=device,
+            dtype=dtype,
+            static_length=static_length,
+            compiler=compiler,
+        )
         parts = assemble(client, engine, proposer, tokenizer, target is None, pool=pool, worker=worker_id, stop=stop)
         if http is not None:
             code = serve_http(parts, http, metrics_port)
@@ -173,24 +187,6 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--serve")
     return host, int(port)
-
-
-def load_engine(
-    target: Path | None = None, draft: Path | None = None, drafter: Drafter = Drafter.model
-) -> tuple[Engine, decoder.drafters.Drafter, Any]:
-    """The engine, its drafter and the tokenizer, from model directories (None: the bundled ones); raises ModelError."""
-    from decoder.demo.pair import EOS, load_model, load_tokenizer
-    from decoder.demo.tasks import demo_models_dir
-    from decoder.drafters import ModelDrafter, NgramDrafter
-    from decoder.generate import Engine
-
-    target = target or demo_models_dir() / "target"
-    model, tokenizer = load_model(target), load_tokenizer(target)
-    if drafter is Drafter.ngram:
-        proposer: decoder.drafters.Drafter = NgramDrafter()
-    else:
-        proposer = ModelDrafter(load_model(draft or demo_models_dir() / "draft"))
-    return Engine(model, proposer, eos_ids={EOS}), proposer, tokenizer
 
 
 def log_to_stderr() -> None:

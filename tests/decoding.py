@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import chi2
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoder.demo.pair import EOS, Pair, load_pair, prompt_ids
 from decoder.demo.problems import make_problem
@@ -17,6 +18,29 @@ from decoder.drafters import ModelDrafter, NgramDrafter
 from decoder.generate import Completion, Engine, Knobs, Request, RoundTrace, SamplingParams
 
 torch.set_num_threads(1)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def tiny(cls: Any = LlamaForCausalLM, config: Any = LlamaConfig, seed: int = 1, **changes: Any) -> Any:
+    """A random model, sharp enough for its argmax to be stable and to vary."""
+    torch.manual_seed(seed)
+    model = cls(config(**(SMALL | changes))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.4)
+    return model
 
 
 @cache

@@ -47,6 +47,7 @@ class ModelRowDrafts:
 
     def __init__(self, model: CachedModel, max_rows: int, vocab_size: int, eos_ids: frozenset[int]):
         self._device = model.device
+        self._looks = model.device.type == "cpu"
         self._cache = model.new_rows(max_rows)
         self._vocab = vocab_size
         self._eos = eos_ids
@@ -89,7 +90,7 @@ class ModelRowDrafts:
             drafted.append(token)
             probs.append(q)
             raws.append(raw)
-            if self._eos and self._device.type == "cpu":
+            if self._eos and self._looks:
                 for i, x in enumerate(token[:, 0].tolist()):
                     ended[i] = ended[i] or x in self._eos or j + 1 >= widths[i]
                 if all(ended):
@@ -137,7 +138,7 @@ class ModelRowDrafts:
         asked = None
         if len(widths) > 1 and min(widths) < drawn:
             asked = torch.tensor([min(w, drawn) for w in widths], device=self._device)
-        if not self._eos or drawn == 1 or (len(widths) == 1 and self._device.type == "cpu"):
+        if not self._eos or drawn == 1 or (len(widths) == 1 and self._looks):
             return asked
         ended = torch.isin(tokens[:, :-1], self._ends).long().cumsum(1)
         kept = drawn - (ended > 0).sum(1)

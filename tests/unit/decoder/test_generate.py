@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from decoder.drafters import ModelDrafter, NgramDrafter
 from decoder.drafters.model import ModelRowDrafts
@@ -18,31 +18,9 @@ from decoder.sampling import draw
 from policies.errors import ModelError
 from policies.rules import Scalars, accept_prob, get_rule
 from storage.records import ACCEPTED, EXAMINED, PINNED, TOUCH, TokenBlock
-from tests.decoding import EOS, Rounds, engine, pair, prompts, run
+from tests.decoding import EOS, Rounds, engine, pair, prompts, run, tiny
 
 LENIENT = Knobs(g=4, rule="token_v3", theta=0.8)
-SMALL: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def tiny(cls: Any = LlamaForCausalLM, config: Any = LlamaConfig, seed: int = 1, **changes: Any) -> Any:
-    """A random model, sharp enough for its argmax to be stable and to vary."""
-    torch.manual_seed(seed)
-    model = cls(config(**(SMALL | changes))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.4)
-    return model
 
 
 def coupled(prompt: list[int], seed: int, **changes: Any) -> Completion:

@@ -27,10 +27,17 @@ WALL, CPU = 0, 1  # kinds of seconds
 
 
 class Clock:
-    """Wall and CPU seconds; on an accelerator it waits for the device first."""
+    """Wall and CPU seconds, and which of them figures are of: CPU time on a CPU, wall time on an accelerator.
+
+    An accelerator is waited for before a time is read.
+    """
 
     def __init__(self, device: str = "cpu"):
         self._cuda = device.startswith("cuda")
+        self.kind = CPU if device == "cpu" else WALL
+        # Not both: where the machine is shared, a system call is where a process loses its turn, and reading CPU time
+        # is one. Wall time beside it would see the whole wait between two passes.
+        self.tick = time.process_time if self.kind == CPU else time.perf_counter
 
     def wait(self) -> None:
         """Let the device finish what it was given."""
@@ -44,7 +51,7 @@ class Clock:
 
 
 class Probe:
-    """Counts the passes of one model while installed, and times them: (wall, CPU) in all, and of the first one.
+    """Counts the passes of one model while installed, and times them by the clock's `tick`: all, and the first one.
 
     On an accelerator a pass is only waited for when ``every`` is set; otherwise only the first one is.
     """
@@ -56,25 +63,24 @@ class Probe:
     def reset(self) -> None:
         """Start again from nothing."""
         self.passes = 0
-        self.wall = self.cpu = self.first_wall = self.first_cpu = 0.0
+        self.seconds = self.first = 0.0
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Probe]:
         """The model's forward is the counting one inside."""
-        inner = self._model.forward
+        inner, tick = self._model.forward, self._clock.tick
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            wall, cpu = time.perf_counter(), time.process_time()
+            began = tick()
             found = inner(*args, **kwargs)
             if self._every or not self.passes:
                 self._clock.wait()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            spent = tick() - began
             if not self.passes:
-                self.first_wall, self.first_cpu = wall, cpu
+                self.first = spent
             self.passes += 1
-            self.wall += wall
-            self.cpu += cpu
+            self.seconds += spent
             return found
 
         self._model.forward = forward
@@ -86,14 +92,17 @@ class Probe:
 
 @dataclass
 class Run:
-    """One prompt, continued once. Seconds are (wall, CPU): of everything, inside the models' forwards, and of the
-    target's first forward, which reads the prompt. ``passes`` are the target's."""
+    """One prompt, continued once.
+
+    ``seconds`` are (wall, CPU) of everything; ``inside`` is what of the clock's kind went into the models' forwards,
+    and ``first`` into the target's first one, which reads the prompt. ``passes`` are the target's.
+    """
 
     tokens: list[int]
     passes: int
     seconds: tuple[float, float]
-    inside: tuple[float, float]
-    first: tuple[float, float]
+    inside: float
+    first: float
 
 
 class Method(NamedTuple):
@@ -165,7 +174,7 @@ def interleave(
 
     ``models`` are those whose forwards are timed, the target first; ``every`` as in `Probe`.
     """
-    timings = Timings()
+    timings = Timings(clock.kind)
     for method in (methods[0], methods[-1]):
         method.decode(prompts[0].ids[-32:])
     with contextlib.ExitStack() as stack:
@@ -192,8 +201,8 @@ def _timed(method: Method, prompt: Prompt, probes: list[Probe], clock: Clock) ->
         tokens,
         probes[0].passes,
         seconds=(ended[WALL] - wall, ended[CPU] - cpu),
-        inside=(sum(probe.wall for probe in probes), sum(probe.cpu for probe in probes)),
-        first=(probes[0].first_wall, probes[0].first_cpu),
+        inside=sum(probe.seconds for probe in probes),
+        first=probes[0].first,
     )
 
 
@@ -210,8 +219,9 @@ class Ratio(NamedTuple):
 
 @dataclass
 class Timings:
-    """What `interleave` saw: runs by method and prompt, one per repeat."""
+    """What `interleave` saw: runs by method and prompt, one per repeat. ``kind``: the clock's, figures are of it."""
 
+    kind: int
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
 
     def add(self, method: str, prompt: str, run: Run) -> None:
@@ -226,42 +236,42 @@ class Timings:
         """Target passes over all prompts, of one repeat."""
         return sum(runs[0].passes for runs in self.runs[method].values())
 
-    def seconds_per_token(
-        self, method: str, kind: int, *, decode_only: bool = False, repeat: int | None = None
-    ) -> float:
-        """Seconds (`WALL` or `CPU`) a token: of medians over the repeats, or of one repeat.
+    def seconds_per_token(self, method: str, kind: int, repeat: int | None = None) -> float:
+        """Seconds (`WALL` or `CPU`) a token: of medians over the repeats, or of one repeat."""
+        return self._per_token(method, lambda run: run.seconds[kind], 0, repeat)
 
-        ``decode_only`` leaves the target's first pass out, which reads the prompt, and the token that it gives.
-        """
-        total, count = 0.0, 0
-        for runs in self.runs[method].values():
-            spent = [run.seconds[kind] - decode_only * run.first[kind] for run in runs]
-            total += statistics.median(spent) if repeat is None else spent[repeat]
-            count += len(runs[0].tokens) - decode_only
-        return total / count
+    def ratio(self, fast: str, slow: str, kind: int | None = None) -> Ratio:
+        """Speed of ``fast`` over speed of ``slow``, in seconds of ``kind`` (None: the clock's)."""
+        kind = self.kind if kind is None else kind
+        return self._ratio(fast, slow, lambda run: run.seconds[kind], 0)
 
-    def ratio(self, fast: str, slow: str, kind: int, *, decode_only: bool = False) -> Ratio:
-        """Speed of ``fast`` over speed of ``slow``."""
+    def decode_ratio(self, fast: str, slow: str) -> Ratio:
+        """The same without the target's first pass, which reads the prompt, and the token that it gives."""
+        return self._ratio(fast, slow, lambda run: run.seconds[self.kind] - run.first, 1)
 
-        def of(repeat: int | None) -> float:
-            times = (self.seconds_per_token(m, kind, decode_only=decode_only, repeat=repeat) for m in (slow, fast))
-            return next(times) / next(times)
+    def overhead(self, method: str) -> Ratio:
+        """Time of everything over time inside the models' forwards, both without the target's first pass."""
+        runs = list(self.runs[method].values())
 
-        repeats = range(len(next(iter(self.runs[fast].values()))))
-        single = [of(repeat) for repeat in repeats]
-        return Ratio(round(of(None), 3), round(min(single), 3), round(max(single), 3))
+        def of(repeat: int) -> float:
+            once = [run[repeat] for run in runs]
+            spent = sum(run.seconds[self.kind] - run.first for run in once)
+            return spent / sum(run.inside - run.first for run in once)
 
-    def fastest(self, names: Sequence[str], kind: int) -> str:
+        single = [of(repeat) for repeat in range(len(runs[0]))]
+        return Ratio(*(round(x, 3) for x in (statistics.median(single), min(single), max(single))))
+
+    def fastest(self, names: Sequence[str]) -> str:
         """The method of least time a token among ``names``."""
-        return min(names, key=lambda name: self.seconds_per_token(name, kind))
+        return min(names, key=lambda name: self.seconds_per_token(name, self.kind))
 
-    def table(self, device: str = "cpu") -> dict[str, dict[str, float | int]]:
-        """Per method: tokens, target passes, and tokens a second of wall and CPU time."""
+    def table(self) -> dict[str, dict[str, float | int]]:
+        """Per method: tokens, target passes, and tokens a second of wall time and, on a CPU, of CPU time."""
         rows: dict[str, dict[str, float | int]] = {}
         for method in self.runs:
             row: dict[str, float | int] = {"tokens": self.tokens(method), "target_passes": self.passes(method)}
             row["tokens_per_s"] = round(1 / self.seconds_per_token(method, WALL), 1)
-            if device == "cpu":
+            if self.kind == CPU:
                 row["tokens_per_cpu_s"] = round(1 / self.seconds_per_token(method, CPU), 1)
             rows[method] = row
         return rows
@@ -271,14 +281,16 @@ class Timings:
         pairs = [(runs[0].tokens, self.runs[other][prompt][0].tokens) for prompt, runs in self.runs[method].items()]
         return sum(a == b for a, b in pairs), len(pairs)
 
-    def overhead(self, method: str, kind: int) -> Ratio:
-        """Time of everything over time inside the models' forwards, both without the target's first pass."""
-        runs = list(self.runs[method].values())
+    def _per_token(self, method: str, spent: Callable[[Run], float], fewer: int, repeat: int | None) -> float:
+        total, count = 0.0, 0
+        for runs in self.runs[method].values():
+            total += statistics.median(map(spent, runs)) if repeat is None else spent(runs[repeat])
+            count += len(runs[0].tokens) - fewer
+        return total / count
 
-        def of(repeat: int) -> float:
-            once = [run[repeat] for run in runs]
-            spent = sum(run.seconds[kind] - run.first[kind] for run in once)
-            return spent / sum(run.inside[kind] - run.first[kind] for run in once)
+    def _ratio(self, fast: str, slow: str, spent: Callable[[Run], float], fewer: int) -> Ratio:
+        def of(repeat: int | None) -> float:
+            return self._per_token(slow, spent, fewer, repeat) / self._per_token(fast, spent, fewer, repeat)
 
-        single = [of(repeat) for repeat in range(len(runs[0]))]
-        return Ratio(*(round(x, 3) for x in (statistics.median(single), min(single), max(single))))
+        single = [of(repeat) for repeat in range(len(next(iter(self.runs[fast].values()))))]
+        return Ratio(round(of(None), 3), round(min(single), 3), round(max(single), 3))

@@ -65,17 +65,12 @@ FULL = Size(7, 6, 12, 120, 3, 6, 96, 1000, (1, 2, 3, 4, 5, 6, 8), (4, 7, 10))
 
 
 class Setup(NamedTuple):
-    """Where it runs. Ratios are of CPU time on a CPU, and of wall time elsewhere."""
+    """Where it runs, and who is told how far it got."""
 
     device: str
     dtype: torch.dtype
     clock: Clock
     say: Callable[[str], None]
-
-    @property
-    def kind(self) -> int:
-        """Kind of seconds that ratios are of."""
-        return CPU if self.device == "cpu" else WALL
 
 
 class Figures:
@@ -90,20 +85,11 @@ class Figures:
 
     def ratio(self, name: str, timings: Timings, fast: str, slow: str) -> None:
         """How much faster one method is, over whole requests."""
-        found = timings.ratio(fast, slow, self._setup.kind)
-        self._note(name, found)
+        self.note(name, timings.ratio(fast, slow))
         self.wall[name] = timings.ratio(fast, slow, WALL).value
 
-    def decode_ratio(self, name: str, timings: Timings, fast: str, slow: str) -> None:
-        """The same without the pass that reads the prompt."""
-        self._note(name, timings.ratio(fast, slow, self._setup.kind, decode_only=True))
-
-    def overhead(self, name: str, timings: Timings, method: str) -> None:
-        """Time of rounds over that of the models' forwards."""
-        self._note(name, timings.overhead(method, self._setup.kind))
-        self.wall[name] = timings.overhead(method, WALL).value
-
-    def _note(self, name: str, found: Ratio) -> None:
+    def note(self, name: str, found: Ratio) -> None:
+        """Keep a figure and its spread."""
         self.values[name] = found.value
         self.spread[name] = (found.low, found.high)
 
@@ -151,7 +137,7 @@ def bundled(size: Size, setup: Setup, figures: Figures) -> None:
 
     def best(make: Callable[[str, int], Method]) -> int:
         timings = interleave([make(str(g), g) for g in size.lengths], pilot, [target], setup.clock, repeats=1)
-        return int(timings.fastest([str(g) for g in size.lengths], setup.kind))
+        return int(timings.fastest([str(g) for g in size.lengths]))
 
     setup.say("bundled pair: choosing block lengths")
     chosen = {name: best(make) for name, make in (("ours", speculative), ("lenient", lenient), ("assisted", assisted))}
@@ -165,7 +151,7 @@ def bundled(size: Size, setup: Setup, figures: Figures) -> None:
     ]
     setup.say(f"bundled pair: {len(prompts)} problems, {size.repeats} times, best block lengths {chosen}")
     timings = interleave(methods, prompts, [target, draft], setup.clock, repeats=size.repeats)
-    rival = timings.fastest(["assisted", "assisted_default"], setup.kind)
+    rival = timings.fastest(["assisted", "assisted_default"])
     figures.ratio("ours_vs_assisted", timings, "ours", rival)
     figures.ratio("ours_vs_plain", timings, "ours", "plain")
     figures.ratio("token_v3_vs_plain", timings, "ours_token_v3", "plain")
@@ -174,12 +160,12 @@ def bundled(size: Size, setup: Setup, figures: Figures) -> None:
         timings_waited = interleave(methods[2:3], prompts, [target, draft], setup.clock, repeats=3, every=True)
     else:
         timings_waited = timings
-    figures.overhead("overhead_bundled", timings_waited, "ours")
+    figures.note("overhead_bundled", timings_waited.overhead("ours"))
     figures.details["bundled"] = {
         "block_length": chosen,
         "rival": rival,
         "same_output_as_generate": timings.same_output("ours", "generate"),
-        "methods": timings.table(setup.device),
+        "methods": timings.table(),
     }
     figures.details["batch"] = batch(engine, prompts, chosen["ours"], size, setup, figures)
 
@@ -206,10 +192,10 @@ def batch(
     setup.say(f"bundled pair: {len(prompts)} problems in a batch of {ROWS}")
     same = run(1)[1] == run(ROWS)[1]
     pairs = [(run(1)[0], run(ROWS)[0]) for _ in range(size.repeats)]
-    for kind, into in ((WALL, figures.wall), (setup.kind, figures.values)):
+    for kind, into in ((WALL, figures.wall), (setup.clock.kind, figures.values)):
         one, four = (statistics.median(times[kind] for times in runs) for runs in zip(*pairs, strict=True))
         into["batch4_vs_1"] = round(one / four, 3)
-    single = [one[setup.kind] / four[setup.kind] for one, four in pairs]
+    single = [one[setup.clock.kind] / four[setup.clock.kind] for one, four in pairs]
     figures.spread["batch4_vs_1"] = (round(min(single), 3), round(max(single), 3))
     return {"rows": ROWS, "same_output": same}
 
@@ -236,22 +222,22 @@ def smollm2(size: Size, setup: Setup, directory: Path, data: Path | None, figure
         prompts = ask(size.real_prompts, size.longest)
         setup.say(f"SmolLM2: {len(prompts)} {name} prompts of {asker.source}")
         timings = interleave(methods, prompts, [model], setup.clock, repeats=size.real_repeats)
-        fast = timings.fastest([f"ngram {g}" for g in size.lookups], setup.kind)
-        rival = timings.fastest([f"lookup {g}" for g in size.lookups], setup.kind)
+        fast = timings.fastest([f"ngram {g}" for g in size.lookups])
+        rival = timings.fastest([f"lookup {g}" for g in size.lookups])
         figures.ratio(f"ngram_vs_prompt_lookup_{name}", timings, fast, rival)
-        figures.decode_ratio(f"ngram_vs_prompt_lookup_{name}_decode", timings, fast, rival)
+        figures.note(f"ngram_vs_prompt_lookup_{name}_decode", timings.decode_ratio(fast, rival))
         figures.ratio(f"ngram_vs_plain_{name}", timings, fast, "plain")
         if setup.device != "cpu":
             waiting = [m for m in methods if m.name == fast]
             timings_waited = interleave(waiting, prompts, [model], setup.clock, repeats=1, every=True)
         else:
             timings_waited = timings
-        figures.overhead(f"overhead_smollm2_{name}", timings_waited, fast)
+        figures.note(f"overhead_smollm2_{name}", timings_waited.overhead(fast))
         found[name] = {
             "fastest": [fast, rival],
             "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
             "same_output_as_lookup": timings.same_output(fast, rival),
-            "methods": timings.table(setup.device),
+            "methods": timings.table(),
         }
     figures.details["smollm2"] = found
     # The goals are for both kinds: the worse one counts.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
-from storage.history import Alert, History, Point
 
 from controller.costs import CostModel
 from controller.ingest import Batch, Deduplicator, Source, by_kind, drain
@@ -25,6 +24,7 @@ from controller.view import Board, PoolView
 from controller.views import class_view, point_of
 from policies.reload import PolicyFile
 from storage.errors import LeaseRefused, StorageError
+from storage.history import Alert, History, Point
 from storage.records import Decision, ForkRecord, Lease, QualityScore, Record, RequestRecord
 
 log = structlog.get_logger(__name__)

@@ -25,7 +25,7 @@ from tests.support_serving import Listener
 REQUESTS, WARM_UP, AT_ONCE = 1000, 200, 16
 LEASE = Lease(
     pool="p", traffic_class="default", epoch=1, seq=1, policy_revision=1, issued=0.0, ttl=3600.0, rule="token_v3",
-    table=(KnobRow(8, 4, 0.8, 1.0),), holdback=0.3, fork=0.1, label=0.2,
+    table=(KnobRow(8, 2, 0.8, 1.0),), holdback=0.3, fork=0.1, label=0.2,
 )  # fmt: skip
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -56,8 +56,8 @@ def test_peak_memory_over_a_thousand_requests_is_flat_within_5_percent():
 
     def job(i: int) -> Job:
         stop = ("####",) if i % 3 == 0 else ()
-        params = SamplingParams(max_tokens=6 + i % 16, seed=i, stop=stop, logprobs=1 if i % 5 == 0 else None)
-        prompt = list(asked[i % len(asked)])
+        params = SamplingParams(max_tokens=4 + i % 12, seed=i, stop=stop, logprobs=1 if i % 5 == 0 else None)
+        prompt = list(asked[i % len(asked)][:12])
         request = Request(f"r{i}", prompt, params, spans=SpanTracker(text.piece), detokenize=text.decode)
         return Job(request, Terms(), Listener(), scoring, streaming=i % 2 == 0)
 

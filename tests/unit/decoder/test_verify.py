@@ -96,6 +96,21 @@ def test_theta_may_differ_by_row_and_position() -> None:
     assert verdict.lenient.accepted.tolist() == [1] and verdict.touch.tolist() == [[True, False]]
 
 
+def test_rows_may_have_rules_of_their_own() -> None:
+    """Threshold 0.3 and forgive 0.3 at u = 0.9, one row that is lossless, and each of them alone."""
+    rules = [get_rule("threshold"), None, get_rule("forgive")]
+    b = Block(torch.zeros(3, 2, dtype=torch.long), P.expand(3, 3, 2), P.expand(3, 3, 2), *[Q.expand(3, 2, 2)] * 2)
+    theta = torch.tensor([[0.3], [0.0], [0.3]])
+    accept, rest = torch.tensor([[0.9, 0.7], [0.9, 0.7], [0.9, 0.8]]), torch.full((3, 3), 0.7)
+    together = verify(b, rules, theta, torch.ones(3, 1), accept, rest)
+    for i, rule in enumerate(rules):
+        one = verify(block([0, 0]), rule, 0.3, 1.0, accept[i : i + 1], rest[i : i + 1])
+        assert together.lenient.accepted[i] == one.lenient.accepted and together.lenient.token[i] == one.lenient.token
+        assert torch.equal(together.touch[i : i + 1], one.touch)
+    assert together.lenient.accepted.tolist() == [2, 0, 0]
+    assert together.touch.tolist() == [[True, False], [False, False], [False, False]]
+
+
 def test_scalars_are_taken_from_the_right_places() -> None:
     target, draft = torch.tensor([[[0.5, 0.5, 0.0]] * 2]), torch.tensor([[[0.0, 1.0, 0.0]]])
     target_raw, draft_raw = torch.tensor([[[0.3, 0.2, 0.5]] * 2]), torch.tensor([[[0.6, 0.4, 0.0]]])

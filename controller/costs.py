@@ -8,7 +8,8 @@ Per bucket of batch rows, with g the block length:
 
 Each line is fitted online to the rounds' own measured seconds, with exponential forgetting and coefficients >= 0.
 Outliers do not move it: residuals beyond `CLIP` running scales are pulled in, seen from the median of their chunk, so a
-two-second pause counts as a slightly slow round while a whole chunk that got slower is followed at once. The first
+two-second pause counts as a slightly slow round while a whole chunk that got slower is followed at once. Rounds wait
+until `LEAST` have come, so that every chunk has a median, however few rounds a block brings. The first
 `WARM_UP` rounds are kept and fitted together, starting from medians, since there is no scale yet. Where block lengths
 do not vary the data cannot tell the slope from the fixed part; a weak prior on their ratio then decides.
 
@@ -40,6 +41,7 @@ Ints = npt.NDArray[np.int64]
 BUCKETS = (1, 2, 4, 8, 16, 32)  # rows; a round belongs to the smallest that holds it, or to the last
 WARM_UP = 16
 CHUNK = 32
+LEAST = 8  # rounds in a chunk
 CLIP = 3.0
 PRIOR_ROUNDS = 0.5  # weight of the prior on the ratio of slope and fixed part
 SCALE_HALF_LIFE = 100.0
@@ -62,6 +64,7 @@ class _Line:
         self.plain = 0.0  # weight of rounds at x = 0
         self.scale = 0.0
         self.first: list[tuple[float, float]] = []  # rounds of the warm-up
+        self.waiting: list[tuple[float, float]] = []  # fewer than LEAST
         self.fit = (0.0, 0.0)
 
     @property
@@ -75,8 +78,10 @@ class _Line:
         if room > 0:
             self.first += zip(x[:room].tolist(), y[:room].tolist(), strict=True)
             self._warm_up()
-        for i in range(max(0, room), len(x), CHUNK):
-            self._follow(x[i : i + CHUNK], y[i : i + CHUNK])
+        self.waiting += zip(x[max(0, room) :].tolist(), y[max(0, room) :].tolist(), strict=True)
+        while len(self.waiting) >= LEAST:
+            chunk, self.waiting = self.waiting[:CHUNK], self.waiting[CHUNK:]
+            self._follow(*(np.array(column) for column in zip(*chunk, strict=True)))
 
     def at(self, x: F) -> F:
         """Seconds at ``x``."""
@@ -100,7 +105,7 @@ class _Line:
         n = len(x)
         model = self.at(x)
         residual = y - model
-        middle = float(np.median(residual)) if n >= CHUNK // 4 else 0.0
+        middle = float(np.median(residual))
         reach = CLIP * self.scale
         pulled = np.clip(residual, min(0.0, middle) - reach, max(0.0, middle) + reach)
         age = np.arange(n - 1, -1, -1.0)
@@ -140,6 +145,7 @@ class _Line:
             "plain": self.plain,
             "scale": self.scale,
             "first": [list(v) for v in self.first],
+            "waiting": [list(v) for v in self.waiting],
             "fit": self.fit,
         }
 
@@ -147,6 +153,7 @@ class _Line:
         self.sums, self.scale = np.array(state["sums"], dtype=np.float64), float(state["scale"])
         self.plain = float(state.get("plain", 0.0))
         self.first = [(float(x), float(y)) for x, y in state["first"]]
+        self.waiting = [(float(x), float(y)) for x, y in state.get("waiting", ())]
         self.fit = (float(state["fit"][0]), float(state["fit"][1]))
 
 

@@ -76,6 +76,16 @@ def test_a_lasting_change_of_load_is_followed(block):
     np.testing.assert_allclose(model.verify_s(1), 0.020 + 0.001 * LENGTHS, rtol=0.05)
 
 
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_a_change_is_followed_as_fast_however_few_rounds_a_block_brings(block):
+    """Passes become five times as slow: after 100 rounds small blocks have moved the line as far as large ones."""
+    large, small = (
+        fed(fed(CostModel(G), 400, block=b), 96, pass_s=0.100, slope=0.005, seed=1, block=b) for b in (32, block)
+    )
+    assert large.verify_s(1)[4] > 0.035
+    np.testing.assert_allclose(small.verify_s(1), large.verify_s(1), rtol=0.1)
+
+
 def test_seconds_never_fall_with_block_length_even_if_measured_so():
     model = CostModel(G)
     width = np.tile([1, 8], 100)

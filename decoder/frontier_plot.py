@@ -67,14 +67,14 @@ def plot(summary: Summary, path: Path) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
         if forms:
-            axis.legend(loc="lower left", fontsize=7.5, frameon=False)
+            axis.legend(loc="lower left", fontsize=7.5, facecolor="white", edgecolor="none", framealpha=0.85)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     axes[0, 0].invert_xaxis()  # shared: to the right is faster
     figure.supxlabel("target passes per token  (to the right: fewer, faster)", fontsize=9, color=INK)
     figure.supylabel("exact match against lossless, points", fontsize=9, color=INK)
     figure.suptitle(_title(summary, plain), fontsize=9.5, color=INK)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
     plt.close(figure)
     return path
 

@@ -157,5 +157,5 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(estimate: Sequence[float], scale: float) -> str:
-    value, low, high = (scale * x + 0.0 for x in estimate)
+    value, low, high = (round(scale * x, 1) + 0.0 for x in estimate)  # no minus before a zero
     return f"{value:.1f} ({low:.1f} to {high:.1f})"

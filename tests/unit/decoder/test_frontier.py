@@ -273,6 +273,14 @@ def test_a_saving_that_hardly_any_resample_reaches_is_not_won_by_the_first_rule(
     assert [row["rule"] for row in rows] == ["token_v3"] and 0.3 < rows[0]["wins"] < 1
 
 
+def test_the_documents_show_the_committed_figures() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    summary = Summary.from_json((docs / "data" / "frontier.json").read_text())
+    assert tables(summary) in (docs / "frontier.md").read_text()
+    assert summary.to_csv() == (docs / "data" / "frontier.csv").read_text()
+    assert summary.sweep.n >= 300 and {row["rule"] for row in summary.rows} >= set(RULES)
+
+
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
 

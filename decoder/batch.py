@@ -93,6 +93,7 @@ class Batch:
         return done
 
     @torch.inference_mode()
+    @torch.inference_mode()
     def cancel(self, request_id: str) -> Completion | None:
         """End a request between rounds, with finish reason "cancelled" and what came out so far.
 

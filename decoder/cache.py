@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from decoder.devices import send
 from policies.errors import ModelError
 
 _EMPTY_INPUT = "a model pass needs at least one token"
 _FIRST_SLOTS, _SLOTS = 128, 64  # slots of a new cache; it grows to twice the need, in multiples of the second
 _PADDING = 64  # slots of a static cache beyond its length, for the blocks of one pass
+_COMPILED = 16  # widest pass that is compiled; prompts come in every length and are read as they are
+_GRAPHS = 128  # rows times widths that may be compiled
 _MASKS = ("sdpa", "eager")  # attention implementations that take a mask for every row
 
 
@@ -117,7 +120,7 @@ class CachedModel:
             arguments["position_ids"] = positions
         if mask is not None:
             arguments["attention_mask"] = mask if self._kinds else next(iter(mask.values()))
-        model = self._forward if mask is not None else self.model
+        model = self._forward if mask is not None and ids.shape[-1] <= _COMPILED else self.model
         logits: Tensor = model(input_ids=ids, **arguments).logits
         return logits if self._cuts_logits else logits[:, -keep:]
 
@@ -140,6 +143,8 @@ class CachedModel:
             raise ModelError("a compiled pass needs a static cache: give static_length too")
         if not getattr(self.model, "_can_compile_fullgraph", False):
             raise ModelError(f"{self.name} cannot be compiled as one graph; leave the compiler out")
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
         graphs = backend == "inductor" and self.device.type == "cuda"
         mode = "reduce-overhead" if graphs else None
         try:
@@ -262,7 +267,7 @@ class RowCache:
         plan.begins = {w: 0 if self._static else max(0, shortest - w + 1) for w in self._windows}
         places = torch.arange(shortest, shortest + n, device=ids.device).unsqueeze(0)
         if shortest != longest:
-            behind = torch.tensor([length - shortest for length in lengths], device=ids.device)
+            behind = send([length - shortest for length in lengths], ids.device)
             places = places + behind.unsqueeze(1)
         if shortest != longest or self._static:
             row = torch.arange(first, last, device=ids.device).unsqueeze(1)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from decoder.cache import CachedModel
+from decoder.devices import Stopwatch, send
 from decoder.drafters.base import Draft, Drafter, rows_of
 from decoder.request import (
     Completion,
@@ -39,7 +40,6 @@ from decoder.request import (
 )
 from decoder.row import ACCEPT, DRAFT, EXPLORE, RESIDUAL, Outcome, Row
 from decoder.sampling import Sampler, SamplingParams, bias_tensor
-from decoder.timing import Stopwatch
 from decoder.verify import Block, verify
 from policies.errors import ModelError
 from policies.rules import Rule, Scalars, get_rule
@@ -220,7 +220,7 @@ class Rows:
 
         # One target pass over what it has not read yet and the blocks.
         unread = [row.tokens[self._cache.lengths[first + i] :] for i, row in enumerate(rows)]
-        ids = torch.tensor(unread, device=self._device)
+        ids = send(unread, self._device)
         logits = self._cache.extend(torch.cat([ids, draft.tokens], 1) if width else ids, width + 1, first)
         watch.lap()
 
@@ -310,7 +310,7 @@ class Rows:
             for i, row in enumerate(rows):
                 its = row.uniforms[:EXPLORE, row.emitted : row.emitted + width + 1]
                 table[:, i, : its.shape[1]] = its
-        return torch.from_numpy(table).to(self._device)
+        return send(table, self._device)
 
     def _draft(self, first: int, rows: Sequence[Row], widths: list[int], uniforms: Tensor) -> Draft:
         if self._drafts is None or not any(widths):
@@ -355,10 +355,10 @@ class _Leniency(NamedTuple):
                 theta[fixed] = 0
             by_row.append(theta)
             pinned.append(fixed)
-        if len(rows) == 1 and blocks is None:
+        if len(rows) == 1 and blocks is None and tokens.device.type == "cpu":
             return cls(knobs[0].theta, knobs[0].rho, by_row, pinned)
-        theta_table = torch.from_numpy(np.stack(by_row)).to(tokens.device)
-        return cls(theta_table, torch.tensor([[k.rho] for k in knobs], device=tokens.device), by_row, pinned)
+        rhos = send([[float(k.rho)] for k in knobs], tokens.device)
+        return cls(send(np.stack(by_row), tokens.device), rhos, by_row, pinned)
 
 
 def _applied(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decoder.devices import send
 from decoder.sampling import draw
 from policies.rules import Rule, Scalars, accept_prob, lossless_accept
 
@@ -84,7 +85,7 @@ def verify(
     for name, one in rules.items():
         accept_one = accept_prob(one, scalars, theta, rho)
         if isinstance(rule, Sequence):
-            its = torch.tensor([r is not None and r.name == name for r in rule], device=a0.device)
+            its = send([r is not None and r.name == name for r in rule], a0.device)
             accept_one = torch.where(its.unsqueeze(-1), accept_one, accept)
         accept = accept_one
     passed_rule = _passes(accept_uniforms, accept, block.widths)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from decoder.devices import send
 from decoder.sampling import SamplingParams
 
 
@@ -139,7 +140,7 @@ class OneByOne:
             if draft is not None:
                 tokens[i, :width], probs[i, :width] = draft.tokens[0], draft.probs[0]
                 raw[i, :width] = draft.raw[0]
-        return Draft(tokens, probs, raw, torch.tensor(own, device=uniforms.device))
+        return Draft(tokens, probs, raw, send(own, uniforms.device))
 
     def commit(self, row: int, length: int) -> None:
         """Pass it on."""

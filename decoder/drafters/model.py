@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decoder.cache import CachedModel
+from decoder.devices import send
 from decoder.drafters.base import Draft
 from decoder.sampling import Sampler, SamplingParams
 
@@ -116,20 +117,20 @@ class ModelRowDrafts:
         read = self._cache.lengths[first : first + len(texts)]
         unread = [list(text[n:]) if w else [] for text, n, w in zip(texts, read, widths, strict=True)]
         if len(texts) == 1:
-            return self._cache.extend(torch.tensor(unread, device=self._device), 1, first)
+            return self._cache.extend(send(unread, self._device), 1, first)
         for i, tokens in enumerate(unread):
             if len(tokens) > 2:
-                self._cache.extend(torch.tensor([tokens[:-1]], device=self._device), 1, first + i)
+                self._cache.extend(send([tokens[:-1]], self._device), 1, first + i)
                 unread[i] = tokens[-1:]
         longest = max(map(len, unread))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in unread]
-        logits = self._cache.extend(torch.tensor(padded, device=self._device), longest, first)
+        logits = self._cache.extend(send(padded, self._device), longest, first)
         if longest == 1 and all(unread):
             return logits
         for i, tokens in enumerate(unread):  # take the padding back
             row = first + i
             self._cache.truncate(row, self._cache.lengths[row] - longest + len(tokens))
-        last = torch.tensor([max(0, len(tokens) - 1) for tokens in unread], device=self._device)
+        last = send([max(0, len(tokens) - 1) for tokens in unread], self._device)
         return logits.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1]))
 
     def _own(self, tokens: Tensor, widths: Sequence[int]) -> Tensor | None:
@@ -137,10 +138,10 @@ class ModelRowDrafts:
         drawn = tokens.shape[-1]
         asked = None
         if len(widths) > 1 and min(widths) < drawn:
-            asked = torch.tensor([min(w, drawn) for w in widths], device=self._device)
+            asked = send([min(w, drawn) for w in widths], self._device)
         if not self._eos or drawn == 1 or (len(widths) == 1 and self._looks):
             return asked
-        ended = torch.isin(tokens[:, :-1], self._ends).long().cumsum(1)
+        ended = (tokens[:, :-1, None] == self._ends).any(-1).long().cumsum(1)
         kept = drawn - (ended > 0).sum(1)
         return kept if asked is None else torch.minimum(kept, asked)
 

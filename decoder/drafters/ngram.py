@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decoder.devices import send
 from decoder.drafters.base import Draft
 from decoder.sampling import SamplingParams
 
@@ -51,7 +52,7 @@ class NgramDraftState:
             if token in self._eos:
                 del proposed[j + 1 :]
                 break
-        ids = torch.tensor([proposed], dtype=torch.int64, device=uniforms.device)
+        ids = send([proposed], uniforms.device, torch.int64)
         one_hot = torch.zeros(1, len(proposed), self._vocab, device=uniforms.device).scatter_(2, ids[..., None], 1.0)
         return Draft(ids, one_hot, one_hot)
 

@@ -1,17 +1,31 @@
-"""How long the parts of a round took."""
+"""What differs between a CPU and a GPU, where the host runs ahead of the device: sending numbers, and taking times."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+
+def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of ``values`` (nested lists or a NumPy array) on the device.
+
+    To a GPU from pinned memory: an ordinary copy makes the host wait until the device has done all it was given before.
+    """
+    here = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values)
+    if dtype is not None:
+        here = here.to(dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 class Stopwatch:
     """Started when made; `lap` ends drafting, then the target's pass; the rest is overhead.
 
-    On a GPU, where the host runs ahead of the device, laps are marked on the device. That costs no wait, but `seconds`
-    may be asked only after the host has waited for what came after the last lap.
+    On a GPU laps are marked on the device. That costs no wait, but `seconds` may be asked only after the host has
+    waited for what came after the last lap.
     """
 
     def __init__(self, device: torch.device):

@@ -11,7 +11,8 @@ Outliers do not move it: residuals beyond `CLIP` running scales are pulled in, s
 two-second pause counts as a slightly slow round while a whole chunk that got slower is followed at once. Rounds wait
 until `LEAST` have come, so that every chunk has a median, however few rounds a block brings. The first
 `WARM_UP` rounds are kept and fitted together, starting from medians, since there is no scale yet. Where block lengths
-do not vary the data cannot tell the slope from the fixed part; a weak prior on their ratio then decides.
+do not vary the data cannot tell the slope from the fixed part; a weak prior on their ratio then decides. A new bucket
+takes it from the nearest one, with the slope of verification scaled by rows.
 
 Workers differ. Each has a factor on the pool's lines, a running median of its seconds over theirs, and its rounds are
 divided by it before they are fitted, so that a round's shape is pooled from all. The factors average to one (in
@@ -141,6 +142,7 @@ class _Line:
 
     def to_state(self) -> dict[str, Any]:
         return {
+            "ratio": self.ratio,
             "sums": self.sums.tolist(),
             "plain": self.plain,
             "scale": self.scale,
@@ -150,6 +152,7 @@ class _Line:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        self.ratio = float(state.get("ratio", self.ratio))
         self.sums, self.scale = np.array(state["sums"], dtype=np.float64), float(state["scale"])
         self.plain = float(state.get("plain", 0.0))
         self.first = [(float(x), float(y)) for x, y in state["first"]]
@@ -222,7 +225,9 @@ class CostModel:
             "overhead": block.round_overhead_s.astype(np.float64) / factor,
         }
         for b in np.unique(bucket[measured]).tolist():
-            lines = self._lines.setdefault(b, self._new())
+            if b not in self._lines:
+                self._lines[b] = self._new(b)
+            lines = self._lines[b]
             here = measured & (bucket == b)
             for name, line in lines.items():
                 use = here & (width > 0) if name == "draft" else here
@@ -331,19 +336,29 @@ class CostModel:
         verify = self.verify_s(rows)
         return float((verify[-1] - verify[0]) / (self.g_max * verify[0])) if self.g_max and verify[0] > 0 else 0.0
 
-    def _new(self) -> dict[str, _Line]:
+    def _new(self, bucket: int) -> dict[str, _Line]:
+        """Lines of a bucket without rounds. What one more token of width costs is expected to grow with the rows, from
+        the nearest bucket that has rounds: a batch that comes up decodes at one width, which does not tell."""
         ratios = {"draft": 2.0, "verify": VERIFY_SLOPE, "overhead": 0.0}
+        near = self._nearest("verify", bucket, WARM_UP)
+        if near is not None:
+            fixed, slope = self._lines[near]["verify"].fit
+            ratios["verify"] = min(1.0, bucket / near * slope / fixed) if fixed > 0 else 1.0
         return {name: _Line(ratio, self.half_life_rounds) for name, ratio in ratios.items()}
+
+    def _nearest(self, name: str, bucket: int, enough: int) -> int | None:
+        """The nearest bucket with ``enough`` rounds of this line, by doublings, larger on a tie."""
+        known = [b for b, lines in self._lines.items() if lines[name].seen >= enough]
+        return min(known, key=lambda b: (abs(math.log2(b / bucket)), -b), default=None)
 
     def _line(self, name: str, rows: int) -> _Line | None:
         """The line of the nearest bucket that knows it, by doublings, larger on a tie; else of one warming up."""
         if rows < 1:
             raise ValueError(f"a batch has at least one row, not {rows!r}")
-        wanted = math.log2(_bucket_of(rows))
         for enough in (WARM_UP, 1):
-            known = [b for b, lines in self._lines.items() if lines[name].seen >= enough]
-            if known:
-                return self._lines[min(known, key=lambda b: (abs(math.log2(b) - wanted), -b))][name]
+            near = self._nearest(name, _bucket_of(rows), enough)
+            if near is not None:
+                return self._lines[near][name]
         return None
 
     def to_state(self) -> dict[str, Any]:
@@ -360,7 +375,7 @@ class CostModel:
         """The model that wrote ``state``."""
         made = cls(int(state["g_max"]), float(state["half_life_rounds"]))
         for bucket, lines in state["lines"].items():
-            made._lines[int(bucket)] = made._new()
+            made._lines[int(bucket)] = made._new(int(bucket))
             for name, line in lines.items():
                 made._lines[int(bucket)][name].restore(line)
         for name, values in state.get("workers", {}).items():

@@ -136,6 +136,18 @@ def test_unseen_batches_borrow_from_the_nearest_seen_bucket():
         model.verify_s(0)
 
 
+def test_a_new_bucket_at_one_width_expects_width_to_cost_as_many_times_more_as_it_has_rows():
+    """4 rows: 20 ms and 2 ms a token. 16 rows, seen at width 4 only, 52 ms: 20 ms and 8 ms, not a nearly free width."""
+    model = fed(CostModel(G), 300, pass_s=0.020, slope=0.002, rows=4, noise=0.01)
+    assert model.verify_s(16)[8] == model.verify_s(4)[8]  # borrowed as it is
+    fed(model, 60, widths=(4,), pass_s=0.020, slope=0.008, rows=16, noise=0.01, seed=1)
+    np.testing.assert_allclose(model.verify_s(16), 0.020 + 0.008 * LENGTHS, rtol=0.2)
+    again = CostModel.from_state(json.loads(json.dumps(model.to_state())))
+    for each in (model, again):
+        fed(each, 60, widths=(4,), pass_s=0.020, slope=0.008, rows=16, seed=2)
+    np.testing.assert_array_equal(again.verify_s(16), model.verify_s(16))
+
+
 def test_a_round_counts_for_the_smallest_bucket_that_holds_it():
     model = CostModel(G)
     for rows, bucket in ((3, 4), (4, 4), (33, 32), (200, 32)):

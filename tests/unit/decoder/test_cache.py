@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -20,30 +18,7 @@ from transformers import (
 
 from decoder.cache import CachedModel
 from policies.errors import ModelError
-from tests.decoding import pair
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def tiny(cls: Any, config: Any) -> Any:
-    """A model with random but seeded weights, large enough to make its choices distinct."""
-    torch.manual_seed(5)
-    model = cls(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.4)
-    return model
+from tests.decoding import SMALL, pair, tiny
 
 
 def ids(n: int, seed: int = 0) -> torch.Tensor:
@@ -56,8 +31,8 @@ def last_logits(model: Any, sequence: torch.Tensor) -> torch.Tensor:
 
 MODELS = {
     "bundled": lambda: pair().target,
-    "full attention": lambda: tiny(LlamaForCausalLM, LlamaConfig(**SMALL)),
-    "sliding window of 8": lambda: tiny(MistralForCausalLM, MistralConfig(**SMALL, sliding_window=8)),
+    "full attention": lambda: tiny(vocab_size=50, seed=5),
+    "sliding window of 8": lambda: tiny(MistralForCausalLM, MistralConfig, 5, vocab_size=50, sliding_window=8),
 }
 
 
@@ -95,6 +70,46 @@ def test_truncating_beyond_the_end_changes_nothing() -> None:
     assert cache.length == 5
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_rows_of_a_batch_read_roll_back_and_move_as_if_alone(kind: str) -> None:
+    """Through growth in rows and in slots; every row's logits are those of a fresh read of its own text."""
+    model = MODELS[kind]()
+    cache = CachedModel(model).new_rows(3)
+    texts = [ids(n, seed=n) for n in (5, 9, 121)]
+    for row, text in enumerate(texts):
+        cache.extend(text, 1, first=row)
+    for step in range(8):
+        more = torch.cat([ids(4, seed=100 * step + row) for row in range(len(texts))])
+        logits = cache.extend(more, 4)
+        for row in range(len(texts)):
+            kept = 1 + (step + row) % 4
+            cache.truncate(row, texts[row].shape[-1] + kept)
+            texts[row] = torch.cat([texts[row], more[row : row + 1, :kept]], 1)
+            assert cache.lengths[row] == texts[row].shape[-1]
+            assert torch.allclose(logits[row, kept - 1], last_logits(model, texts[row])[0], atol=2e-4)
+        if step == 4:
+            cache.leave(0, 3)
+            texts = [texts[2], texts[1]]
+            assert cache.lengths == [texts[0].shape[-1], texts[1].shape[-1], 0]
+
+
+@torch.inference_mode()
+def test_a_row_of_nonsense_leaves_nothing_behind() -> None:
+    """0 times NaN is NaN: what is hidden must be finite all the same."""
+    model = tiny(seed=5, vocab_size=50)
+    cache = CachedModel(model).new_rows(2)
+    cache.extend(ids(6), 1)
+    for slots in cache._slots:
+        assert slots.keys is not None and slots.values is not None
+        slots.keys[0] = slots.values[0] = torch.nan
+    cache.leave(0, 1)
+    for row, n in enumerate((2, 4)):
+        cache.extend(ids(n, seed=n), 1, first=row)
+    logits = cache.extend(torch.cat([ids(2, seed=8), ids(2, seed=9)]), 1)
+    assert torch.allclose(logits[0], last_logits(model, torch.cat([ids(2, seed=2), ids(2, seed=8)], 1)), atol=2e-4)
+
+
 def test_an_empty_read_is_misuse() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         CachedModel(pair().draft).new_cache().extend(torch.zeros(1, 0, dtype=torch.long), 1)
@@ -108,7 +123,7 @@ def test_a_recurrent_model_is_refused_at_load() -> None:
 
 def test_a_layer_that_cannot_be_rolled_back_is_refused_at_load() -> None:
     hybrid = Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"])
-    model = tiny(LlamaForCausalLM, LlamaConfig(**SMALL))
+    model = tiny(vocab_size=50, seed=5)
     model.config = hybrid
     with pytest.raises(ModelError, match="cannot roll back a cache layer of type LinearAttention"):
         CachedModel(model)

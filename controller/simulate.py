@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 BUDGET_ALERTS = ("LenityBudgetBurn", "LenityBudgetExhausted")
+SIGNALS = ("draft", "cost", "mix", "quality")  # what the controller says has changed
 _TRUTH = (
     "requests", "leased", "tokens", "rounds", "seconds", "plain_seconds", "drafted", "examined", "accepted",
     "touches", "touched", "forks", "loss", "reported",
@@ -150,6 +151,8 @@ class _Recorder:
         row["predicted_speed"] = np.nan if solution is None else solution.speedup_plain
         row["held"] = float(decision.state == "breached")
         row["spent_rate"] = allowance.tau_allowed * allowance.u_kappa
+        alarms = [alarm["signal"] for alarm in decision.estimates.get("detected", ())] if alive else []
+        row |= {f"detected.{signal}": float(alarms.count(signal)) for signal in SIGNALS}
         row |= {f"alert.{a.name}": float(a.firing) for a in allowance.alerts}
         row["alert.any"] = float(any(a.firing for a in allowance.alerts if a.name in BUDGET_ALERTS))
         for name, value in row.items():

@@ -77,6 +77,7 @@ class ClassSteer:
         self._half_pairs: OrderedDict[str, float] = OrderedDict()  # signed score of the branch that came first
         self._since_plain: float | None = None  # decisions since the last interval of plain decoding; None: none yet
         self._buckets: set[int] = set()  # batch buckets of the rounds since the last decision
+        self._widest = 1  # the largest of them when there were any
 
     def set_policy(self, policy: ClassPolicy, now: float) -> None:
         """Obey a new revision. A new first rule or longest block starts new estimates; a new rule also new evidence."""
@@ -130,11 +131,13 @@ class ClassSteer:
         since: list[TokenBlock] = []
         missing = alarm.units
         for block in reversed(self._recent):
-            drafted = int(np.count_nonzero(block.position == 1))
-            if since and missing < drafted / 2:
+            if missing <= 0:
                 break
+            starts = np.flatnonzero(block.position == 1)
+            if len(starts) > missing:
+                block = _tail(block, int(starts[len(starts) - missing]))  # noqa: PLW2901
             since.append(block)
-            missing -= drafted
+            missing -= min(missing, len(starts))
         if missing > alarm.units / 2:
             self.estimator.forget(min(1.0, KEPT_AFTER_CHANGE / max(1.0, self.estimator.rounds_effective)))
             return
@@ -203,6 +206,7 @@ class ClassSteer:
         """The knobs for the next ttl seconds, and why."""
         allowance = self.allowance = self.governor.decide(now)
         alarms, self._alarms = self._alarms, []
+        self._widest = max(self._buckets, default=self._widest)
         probe = False
         try:
             enough = self.estimator.rounds_effective >= LEARNING_ROUNDS
@@ -240,7 +244,7 @@ class ClassSteer:
             holdback=allowance.holdback if lenient else 0.0,
             fork=allowance.fork if lenient else 0.0,
             label=allowance.label if lenient else 0.0,
-            explore=self.policy.explore,
+            explore=self.policy.explore / self._widest,  # each row tosses it, and one longer block slows down all rows
         )
         self.governor.leased(fence.epoch, fence.seq, self._planned_touches(allowance) if lenient else 0.0)
         self.decision = Decision(
@@ -361,6 +365,7 @@ class ClassSteer:
             "half_pairs": list(self._half_pairs.items()),
             "since_plain": self._since_plain,
             "buckets": sorted(self._buckets),
+            "widest": self._widest,
         }
 
     @classmethod
@@ -393,7 +398,13 @@ class ClassSteer:
             self.watch = Watch.from_state(state["watch"])
             self._half_pairs.update(state["half_pairs"])
             self._since_plain, self._buckets = state["since_plain"], set(state["buckets"])
+            self._widest = int(state.get("widest", 1))
         return self
+
+
+def _tail(block: TokenBlock, first: int) -> TokenBlock:
+    """The block with its drafted positions from index ``first`` on; its rounds stay."""
+    return replace(block, **{name: getattr(block, name)[first:] for name in TokenBlock.POSITION_COLUMNS})
 
 
 def kept_at_age(age_s: float) -> float:

@@ -184,6 +184,25 @@ def test_a_change_of_acceptance_is_recorded_and_estimated_anew():
     assert bed.steer.totals["detected.draft"] == 1
 
 
+@pytest.mark.parametrize("rounds", [15, 40])
+def test_only_rounds_since_the_change_estimate_it(rounds):
+    """The change is dated to a round, not to the block that it fell into."""
+    bed = Bed(rounds=rounds)
+    bed.run(100, a=0.9)
+    decision = next(d for d in (bed.run(1, a=0.4)[0] for _ in range(20)) if d.estimates["detected"])
+    units = decision.estimates["detected"][0]["units"]
+    assert units % rounds  # inside a block
+    assert decision.estimates["rounds_effective"] == pytest.approx(units, rel=0.01)
+
+
+def test_exploration_is_a_share_of_rounds_however_many_rows_toss_for_it():
+    """Any row's longer draft makes the round of all rows wider."""
+    bed = Bed()
+    for rows in (1, 32, 4):
+        bed.rows = rows
+        assert bed.run(3, a=0.8)[-1].lease.explore == pytest.approx(POLICY.explore / rows)
+
+
 def test_with_few_rounds_since_a_change_leniency_waits_and_the_block_length_does_not():
     bed = Bed(rounds=20)
     bed.run(100, a=0.9)

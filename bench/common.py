@@ -172,7 +172,8 @@ def interleave(
 ) -> Timings:
     """Every method on every prompt, ``repeats`` times, in an order that rotates, after a warm-up.
 
-    ``models`` are those whose forwards are timed, the target first; ``every`` as in `Probe`.
+    ``models`` are those whose forwards are counted and timed, the target first (none: a compiled model must be left as
+    it is); ``every`` as in `Probe`.
     """
     timings = Timings(clock.kind)
     for method in (methods[0], methods[-1]):
@@ -199,10 +200,10 @@ def _timed(method: Method, prompt: Prompt, probes: list[Probe], clock: Clock) ->
     ended = clock.now()
     return Run(
         tokens,
-        probes[0].passes,
+        probes[0].passes if probes else 0,
         seconds=(ended[WALL] - wall, ended[CPU] - cpu),
         inside=sum(probe.seconds for probe in probes),
-        first=probes[0].first,
+        first=probes[0].first if probes else 0.0,
     )
 
 

@@ -276,3 +276,17 @@ def test_the_gpu_script_measures_on_the_device_and_in_the_type_it_is_told(
     assert seen == [("cuda:0", torch.float16, WALL, torch.float16, True)]
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found == {"ours_vs_plain": 2.0, "gpu": "a GPU", "dtype": "float16"}
+
+
+def test_caches_of_fixed_length_are_measured_beside_those_that_grow() -> None:
+    size = decode.QUICK._replace(repeats=1, prompts=2, tokens=12)
+    found = gpu.static(size, decode.Setup("cpu", torch.float32, Clock(), lambda _: None), 256, None, 3)
+    assert found["same_output"] == (2, 2)
+    assert found["tokens_per_s"].keys() == {"plain", "ours", "plain_static", "ours_static"}
+    assert found["ours_static_vs_ours"] > 0
+
+
+def test_a_compiler_without_fixed_caches_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--compiler", "inductor"])
+    assert "--compiler needs --static-length" in capsys.readouterr().err

@@ -33,11 +33,12 @@ from storage.records import (
 DEFAULT_G = 4  # block length while nothing has been measured
 LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
 MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
-NOISE_FACTOR = 1.0
+NOISE_FACTOR = 0.25
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
 AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
 REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
 KEPT_AFTER_CHANGE = 64.0  # rounds' weight of the past that stays where there is nothing to replay
+MOST_EXPLORED = 4.0  # where nothing is drafted, rounds with one draft are up to this many times as frequent
 COSTS_KEPT = 0.1  # share of the costs' memory that stays when costs have changed
 FIRST_PLAIN = 10  # decisions from when there is enough to solve from to the first such interval
 PLAIN_ROUNDS = 4.0  # plain rounds remembered, below which one interval is decoded plainly
@@ -244,7 +245,7 @@ class ClassSteer:
             holdback=allowance.holdback if lenient else 0.0,
             fork=allowance.fork if lenient else 0.0,
             label=allowance.label if lenient else 0.0,
-            explore=self.policy.explore / self._widest,  # each row tosses it, and one longer block slows down all rows
+            explore=self._explore(table, probe),
         )
         self.governor.leased(fence.epoch, fence.seq, self._planned_touches(allowance) if lenient else 0.0)
         self.decision = Decision(
@@ -313,6 +314,19 @@ class ClassSteer:
         if due:
             self._since_plain = 0
         return due
+
+    def _explore(self, table: list[KnobRow], probe: bool) -> float:
+        """Probability that a row drafts one more. Each row tosses it and one longer block slows down all rows, so it is
+        the policy's share of rounds over the rows. Where nothing is drafted, the only rounds that would notice a draft
+        that has become good, a share of time is meant: a draft that is cheap is tried more often."""
+        rows = self._widest
+        share = self.policy.explore
+        held = next((row for row in table if rows <= row.batch), table[-1])
+        if held.g == 0 and not probe and self.costs.ready:
+            draft, verify = self.costs.draft_s(rows), self.costs.verify_s(rows)
+            plain, more = verify[0] + self.costs.overhead_s(rows), draft[1] + verify[1] - verify[0]
+            share *= min(MOST_EXPLORED, max(1.0, plain / max(float(more), 1e-9)))
+        return float(min(1.0, share) / rows)
 
     def _planned_touches(self, allowance: Allowance) -> float:
         """Touches per request that the lease is expected to cause, with the estimate's uncertainty added."""

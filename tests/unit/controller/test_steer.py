@@ -203,6 +203,18 @@ def test_exploration_is_a_share_of_rounds_however_many_rows_toss_for_it():
         assert bed.run(3, a=0.8)[-1].lease.explore == pytest.approx(POLICY.explore / rows)
 
 
+def test_where_nothing_is_drafted_cheap_drafts_are_tried_more_often():
+    """A draft for a tenth of a pass: four times as many rounds, still below a share of explore of the time."""
+    bed = Bed()
+    bed.run(60, a=0.05)
+    assert lengths(bed.log)[-1] == 0
+    assert bed.log[-1].lease.explore == pytest.approx(4 * POLICY.explore)
+    bed = Bed(draft_s=0.1)
+    bed.run(60, a=0.05)
+    assert lengths(bed.log)[-1] == 0
+    assert bed.log[-1].lease.explore == pytest.approx(POLICY.explore)
+
+
 def test_with_few_rounds_since_a_change_leniency_waits_and_the_block_length_does_not():
     bed = Bed(rounds=20)
     bed.run(100, a=0.9)

@@ -45,12 +45,11 @@ def static(size: Size, setup: Setup, length: int, compiler: str | None, g: int) 
     pair = load_pair(setup.dtype)
     target, draft = pair.target.to(setup.device), pair.draft.to(setup.device)
     options: dict[str, dict[str, Any]] = {"": {}, "_static": {"static_length": length, "compiler": compiler}}
-    pairs, methods = (("plain", 0), ("ours", g)), list[Method]()
+    methods: list[Method] = []
     for suffix, kept in options.items():
         engine = Engine(target, ModelDrafter(draft), eos_ids=[EOS], device=setup.device, **kept)
-        methods += [
-            ours(f"{n}{suffix}", engine, Knobs.lossless(k), size.tokens) for n, k in (("plain", 0), ("ours", g))
-        ]
+        for name, length_of_block in (("plain", 0), ("ours", g)):
+            methods.append(ours(name + suffix, engine, Knobs.lossless(length_of_block), size.tokens))
     prompts = bundled_prompts(pair.tokenizer, size.prompts, seed=4)
     setup.say(f"bundled pair: caches of {length} slots, compiler {compiler}")
     for method in methods:  # every width is compiled before its time counts

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from storage.history import Point
-
 from controller.steer import ClassSteer
 from controller.view import AlertView, ClassView
+from storage.history import Point
 from storage.records import Decision
 
 

@@ -31,7 +31,7 @@ from tests.decoding import EOS, Rounds, engine, pair, prompts, run
 ALMOST_NEVER = 1e-9  # a knob above 0 at which no threshold is reached: the strategy's own path, and nothing believed
 CASCADES = ("token_cascade", "sequence_cascade", "speculative_sequence_cascade", "bild")
 # A knob at which about half of the requests are touched early, by rule.
-HALFWAY = {"chow": 0.3, "diff": 0.1, "confidence_mean": 0.4, "bild": 1.0}
+HALFWAY = {"chow": 0.3, "diff": 0.1, "confidence_mean": 0.5, "bild": 1.0}
 
 
 @cache
@@ -84,8 +84,7 @@ def drafted(i: int, temperature: float) -> list[int]:
 # -- the two ends of the knob ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("g", [0, 4])
-@pytest.mark.parametrize("theta", [0.0, ALMOST_NEVER])
+@pytest.mark.parametrize(("theta", "g"), [(0.0, 4), (ALMOST_NEVER, 0), (ALMOST_NEVER, 4)])
 @pytest.mark.parametrize("strategy", ["plain", "speculative", *CASCADES])
 def test_strict_answers_are_those_of_transformers_generate(strategy: str, theta: float, g: int) -> None:
     knobs = Knobs(g=g, rule=(STRATEGIES[strategy].rules or ("lossless",))[0], theta=theta)
@@ -191,8 +190,8 @@ def test_a_fork_is_what_the_other_coin_would_have_served(strategy: str, rule: st
     touched = 0
     for i in range(3):
         knobs = Knobs(g=4, rule=rule, theta=HALFWAY.get(rule, 1.0), fork=1.0, label=1.0)
-        served = answer(strategy, prompts(8)[i], knobs, seed=i)
-        held = answer(strategy, prompts(8)[i], replace(knobs, holdback=1.0), seed=i)
+        served = answer(strategy, prompts(8)[i], knobs, seed=i, max_tokens=24)
+        held = answer(strategy, prompts(8)[i], replace(knobs, holdback=1.0), seed=i, max_tokens=24)
         if served.arm == "untouched":
             assert held.arm == "untouched" and held.token_ids == served.token_ids
             continue
@@ -298,13 +297,13 @@ def decoded(ids: list[int]) -> str:
 @pytest.mark.parametrize("strategy", ["draft_only", *CASCADES])
 def test_limits_and_stop_strings_end_an_answer(strategy: str, theta: float) -> None:
     prompt, knobs = prompts(8)[0], knobs_of(strategy, theta)
-    whole = answer(strategy, prompt, knobs, temperature=0.0).token_ids
-    for cap in (1, 2, 7):
+    whole = answer(strategy, prompt, knobs, temperature=0.0, max_tokens=24).token_ids
+    for cap in (1, 7):
         done = answer(strategy, prompt, knobs, temperature=0.0, max_tokens=cap)
         assert len(done.token_ids) == cap and done.finish_reason == "length"
         assert done.token_ids[:-1] == whole[: cap - 1]
-    word = decoded(whole[:-1])[30:36]
-    done = answer(strategy, prompt, knobs, temperature=0.0, stop=(word,), detokenize=decoded)
+    word = decoded(whole)[30:36]
+    done = answer(strategy, prompt, knobs, temperature=0.0, max_tokens=24, stop=(word,), detokenize=decoded)
     assert done.finish_reason == "stop" and done.stop_text == word
     assert decoded(done.token_ids)[done.text_length :].startswith(word)
     assert done.token_ids == whole[: len(done.token_ids)] != whole
@@ -315,7 +314,7 @@ def test_limits_and_stop_strings_end_an_answer(strategy: str, theta: float) -> N
 def test_no_end_comes_out_too_early(strategy: str, theta: float) -> None:
     prompt, knobs = prompts(8)[0], knobs_of(strategy, theta)
     least = 1 + max(len(reference(0)), len(drafted(0, 0.0)))
-    done = answer(strategy, prompt, knobs, temperature=0.0, min_tokens=least, max_tokens=least + 30)
+    done = answer(strategy, prompt, knobs, temperature=0.0, min_tokens=least, max_tokens=least + 1)
     assert len(done.token_ids) > least - 1 and EOS not in done.token_ids[: least - 1]
 
 
@@ -328,11 +327,10 @@ class Nowhere:
 
 @pytest.mark.parametrize(("strategy", "rule"), EVERY)
 def test_structured_spans_are_lossless(strategy: str, rule: str) -> None:
-    for temperature in (0.0, 1.0):
-        done = answer(strategy, prompts(8)[0], Knobs(4, rule, 1.0), temperature=temperature, spans=Nowhere())
-        assert done.touches == 0 and done.arm == "untouched"
-        if not temperature:
-            assert done.token_ids == reference(0)
+    done = answer(strategy, prompts(8)[0], Knobs(4, rule, 1.0), temperature=0.0, spans=Nowhere())
+    assert done.touches == 0 and done.arm == "untouched" and done.token_ids == reference(0)
+    sampled = answer(strategy, prompts(8)[0], Knobs(4, rule, 1.0), max_tokens=16, spans=Nowhere())
+    assert sampled.touches == 0 and sampled.arm == "untouched"
 
 
 def tiny(seed: int, **changes: Any) -> Any:

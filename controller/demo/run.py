@@ -28,6 +28,7 @@ DEMO_POLICY = Path(__file__).parents[2] / "policies" / "defaults" / "demo.yaml"
 WIDENING = ("steady", "step_up", "waiting_for_labels")  # reasons that come and go while leniency widens
 REPEAT_S = 12.0
 SETTLED_S = 6.0
+IN_USE = 5.0  # touches per request before quality is made to drop: few of them would do too little harm for an alert
 
 PHASES = (
     ("a", "Lossless baseline: no controller yet, so the worker decodes losslessly"),
@@ -52,7 +53,7 @@ class Sizes:
 
 
 FULL = Sizes(baseline_requests=150, opened_touches=6.0, fewer_passes=0.1, recovered_touches=1.0, hold_s=4.0)
-SHORT = Sizes(baseline_requests=40, opened_touches=3.0, fewer_passes=0.02, recovered_touches=0.2, hold_s=1.0)
+SHORT = Sizes(baseline_requests=40, opened_touches=6.0, fewer_passes=0.05, recovered_touches=0.2, hold_s=2.0)
 
 
 class PhaseFailed(Exception):
@@ -118,7 +119,7 @@ class Run:
 
         def resolved(c: dict[str, Any]) -> bool:
             lengths.append(self._mean_length(SETTLED_S))
-            return (c["acceptance"] or 1) < acceptance - 0.05 and lengths[-1] <= max(lengths) - 1
+            return (c["acceptance"] or 1) < acceptance - 0.05 and lengths[-1] <= max(lengths) - 0.6
 
         c = self.wait_class(resolved, 60, "acceptance falls and g is re-solved")
         phase.seen.append(
@@ -130,8 +131,9 @@ class Run:
     def regression(self, phase: Phase) -> None:
         """(d) The usual traffic is back, and what used to be harmless now hurts."""
         self.stage.world({"domain": "easy"})
-        self._hold(self.sizes.hold_s)
-        before = self._class()
+        before = self.wait_class(
+            lambda c: c["theta"] > 0 and (c["touches_per_request_seen"] or 0) >= IN_USE, 45, "leniency is in full use"
+        )
         since = time.time()
         self.stage.world({"scorer": "strict"})
         c = self.wait_class(

@@ -138,7 +138,7 @@ class Run:
         self.stage.world({"scorer": "strict"})
         c = self.wait_class(
             lambda c: c["theta"] == 0 and any(a["firing"] for a in c["alerts"]),
-            60,
+            90,
             "leniency is pulled back and an alert fires",
         )
         seconds = time.time() - since

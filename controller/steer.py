@@ -34,6 +34,7 @@ DEFAULT_G = 4  # block length while nothing has been measured
 LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
 MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
 NOISE_FACTOR = 0.25
+FEW_FACTOR = 1.0  # the same while fewer than LEARNING_ROUNDS are known since a change
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
 AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
 REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
@@ -284,7 +285,8 @@ class ClassSteer:
             held = self._held.get(rows)
             if held is not None and held != found.g:
                 current = plan.pick(*seconds, fixed_g=held)
-                found = choose(current, found, max(MIN_GAIN, NOISE_FACTOR * gain_noise(curve, current, found)))
+                factor = NOISE_FACTOR if lenient else FEW_FACTOR
+                found = choose(current, found, max(MIN_GAIN, factor * gain_noise(curve, current, found)))
             self._held[rows] = found.g
             solutions.append(found)
             table.append(KnobRow(rows, found.g, found.theta, found.rho))

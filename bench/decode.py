@@ -60,7 +60,7 @@ class Size(NamedTuple):
     lookups: tuple[int, ...]  # tried block lengths of n-gram drafts
 
 
-QUICK = Size(3, 2, 4, 96, 1, 2, 32, 320, (3, 4), (10,))
+QUICK = Size(3, 2, 4, 96, 1, 2, 32, 320, (3, 4), (4,))
 FULL = Size(7, 6, 12, 120, 3, 6, 96, 1000, (1, 2, 3, 4, 5, 6, 8), (4, 7, 10))
 
 

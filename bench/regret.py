@@ -29,7 +29,7 @@ from bench.regret_traces import G, Segment, Trace, traces
 
 GOALS = {"mean_fraction_of_clairvoyant": 0.97, "worst_segment": 0.90, "never_slower_than_plain": 0.98}
 TIE = 0.002  # relative speed within which nobody wins
-QUICK, FULL = (12000, 1), (36000, 4)  # tokens a row, seeds
+QUICK, FULL = (12000, 1), (36000, 2)  # tokens a row, seeds
 
 
 def decode(trace: Trace, policy: Policy, rng: np.random.Generator) -> list[float]:

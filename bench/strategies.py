@@ -24,8 +24,10 @@ import torch
 from decoder.demo.pair import EOS, load_pair, prompt_ids
 from decoder.demo.problems import make_problem
 from decoder.demo.tasks import score_exact
-from decoder.drafters import ModelDrafter
-from decoder.generate import Knobs, Request, SamplingParams
+from decoder.drafters import Drafter, ModelDrafter, NgramDrafter
+from decoder.drafters.cascade import HorizontalDrafter, VerticalDrafter
+from decoder.drafters.selfdraft import SelfDrafter
+from decoder.generate import Engine, Knobs, Request, SamplingParams
 from decoder.strategies import Models, decode
 
 G, SEED, MAX_TOKENS, RESAMPLES = 4, 2718, 160, 2000
@@ -104,6 +106,49 @@ def measure(problems: int, temperature: float, compared: Sequence[Setting], seco
     return np.array(done).transpose(1, 0, 2)
 
 
+def drafters(problems: int, seconds: float) -> dict[str, Any]:
+    """Drafters under lossless rounds at temperature 1: acceptance, passes and CPU time, each [value, low, high]."""
+    pair = load_pair()
+    draft = ModelDrafter(pair.draft)
+    vertical = VerticalDrafter(pair.draft)
+    made: dict[str, Drafter] = {"draft model": draft, "n-gram": NgramDrafter()}
+    made |= {f"first {k} of 6 layers": SelfDrafter(pair.target, k) for k in (1, 3, 5, 6)}
+    made |= {
+        "vertical: n-gram, draft model": vertical,
+        "horizontal: draft model, n-gram": HorizontalDrafter(draft, head=2),
+    }
+    engines = {name: Engine(pair.target, drafter, eos_ids=[EOS]) for name, drafter in made.items()}
+    rng, names = random.Random(SEED), list(made)
+    done: list[list[tuple[float, ...]]] = []
+    began = time.process_time()
+    for i in range(problems):
+        prompt = prompt_ids(pair.tokenizer, make_problem(rng, "easy").prompt)
+        request = Request(f"problem-{i}", prompt, SamplingParams(seed=SEED + i, max_tokens=MAX_TOKENS))
+        rows: list[tuple[float, ...]] = [()] * len(names)
+        for j in range(len(names)):
+            place = (i + j) % len(names)
+            start, passes = time.process_time(), vertical.passes
+            out = engines[names[place]].generate(request, lambda: Knobs.lossless(G))
+            spent = time.process_time() - start
+            drafted = vertical.passes - passes if names[place].startswith("vertical") else out.drafted
+            rows[place] = (out.accepted, out.examined, out.target_passes, drafted, len(out.token_ids), spent)
+        done.append(rows)
+        if time.process_time() - began > seconds:
+            break
+    table = np.array(done).transpose(1, 2, 0)
+    found: dict[str, Any] = {"problems": len(done)}
+    for name, (accepted, examined, passes, drafted, tokens, cpu) in zip(names, table, strict=True):
+        found[name] = {
+            "acceptance": ratio(accepted, examined),
+            "target_passes_per_token": ratio(passes, tokens),
+            "draft_passes_per_token": ratio(drafted, tokens),
+            "cpu_ms_per_token": ratio(1000 * cpu, tokens),
+        }
+        if name == "n-gram" or name.startswith("horizontal"):
+            del found[name]["draft_passes_per_token"]  # tokens that n-grams found cost none
+    return found
+
+
 def ratio(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> list[float]:
     """Sum over sum, and its 95% interval by resampling problems."""
     rng = np.random.default_rng(SEED)
@@ -152,7 +197,7 @@ def show(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print the tables, or one JSON object with ``--json``."""
+    """Print the figures, or one JSON object with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about half a minute of CPU instead of ten")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
@@ -162,13 +207,17 @@ def main() -> None:
     # CPU seconds are a bound: on a slow machine fewer problems are done, and the intervals say so.
     for temperature, problems, seconds in ((1.0, 200, 400.0), (0.0, 100, 200.0)):
         compared = settings(temperature)
-        table = measure(8 if args.quick else problems, temperature, compared, 18.0 if args.quick else seconds)
+        table = measure(8 if args.quick else problems, temperature, compared, 14.0 if args.quick else seconds)
         key = f"temperature_{temperature:g}"
         found[key] = {"problems": table.shape[1], **summary(compared, table)}
         if not args.json:
             print(f"\n{key}, {table.shape[1]} problems\n\n{show(summary(compared, table))}")
+    found["drafters"] = drafters(4 if args.quick else 60, 5.0 if args.quick else 90.0)
     if args.json:
         print(json.dumps(found))
+    else:
+        for name, row in found["drafters"].items():
+            print(name, row)
 
 
 if __name__ == "__main__":

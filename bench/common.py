@@ -87,7 +87,7 @@ class Probe:
         try:
             yield self
         finally:
-            self._model.forward = inner
+            del self._model.forward  # the class's own shows again; a bound one left behind would outlive copies
 
 
 @dataclass

@@ -76,4 +76,5 @@ def _shallow(module: Any) -> Any:
     """A copy of a module that shares parameters, buffers and children, but has its own table of children."""
     made = copy.copy(module)
     made._modules = dict(module._modules)
+    made.__dict__.pop("forward", None)  # one that was set on the module itself is bound to it, and runs all its layers
     return made

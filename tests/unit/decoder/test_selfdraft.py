@@ -55,6 +55,18 @@ def test_the_small_model_is_the_first_layers_the_norm_and_the_head() -> None:
     assert len(target.model.layers) == DEPTH and target.config.num_hidden_layers == DEPTH
 
 
+def test_a_forward_set_on_the_target_is_not_the_small_model_s() -> None:
+    """Profilers replace a model's forward on the instance; the copy must not run the original's layers."""
+    target, ids = pair().target, torch.tensor([prompts(1)[0]])
+    with torch.inference_mode():
+        expected = first_layers(target, 2)(ids).logits
+        target.model.forward = target.model.forward
+        try:
+            assert torch.allclose(first_layers(target, 2)(ids).logits, expected)
+        finally:
+            del target.model.forward
+
+
 def test_no_weight_is_copied() -> None:
     target = pair().target
     shared = {parameter.data_ptr() for parameter in target.parameters()}

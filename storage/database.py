@@ -6,6 +6,8 @@ SQLite runs in WAL mode with every commit on disk, and a transaction that writes
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +69,8 @@ class Database:
         @event.listens_for(engine, "connect")
         def configure(connection: Any, _record: Any) -> None:
             connection.isolation_level = None  # the driver begins nothing by itself; `begin` below does
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "journal_size_limit = 67108864"):
+            _turn_to_wal(connection)
+            for setting in ("synchronous = FULL", "journal_size_limit = 67108864"):
                 connection.execute(f"PRAGMA {setting}")
 
         @event.listens_for(engine, "begin")
@@ -87,6 +90,20 @@ class Database:
             pool_pre_ping=True,
             pool_timeout=BUSY_TIMEOUT_S,
         )
+
+
+def _turn_to_wal(connection: Any) -> None:
+    """Set WAL mode. While others do the same on a new file SQLite refuses at once, whatever the busy timeout says."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as e:
+            if "locked" not in str(e) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 @contextmanager

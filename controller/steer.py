@@ -247,6 +247,11 @@ class ClassSteer:
             fork=allowance.fork if lenient else 0.0,
             label=allowance.label if lenient else 0.0,
             explore=self._explore(table, probe),
+            strategy=self.policy.strategies[0],
+            strategies=tuple(dict.fromkeys((*self.policy.strategies, "plain"))),
+            rules=self.policy.rules,
+            structured=self.policy.structured,
+            label_deadline=self.policy.label_deadline_s,
         )
         self.governor.leased(fence.epoch, fence.seq, self._planned_touches(allowance) if lenient else 0.0)
         self.decision = Decision(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from policies.rules import RULES
@@ -51,6 +51,12 @@ def _rules(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _strategies(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise PydanticCustomError("strategies", "names a strategy twice")
+    return value
+
+
 Path = tuple[str, ...]  # the keys that lead to a value
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\z")]
 Rules = Annotated[
@@ -67,6 +73,18 @@ BlockLength = Annotated[Count, Field(ge=1, le=MAX_BLOCK)]
 Explore = Annotated[Share, Field(ge=0, le=0.5)]
 Step = Annotated[Share, Field(gt=0, le=1)]
 Structured = Literal["lossless", "lenient"]
+Strategy = Literal[
+    "speculative",
+    "plain",
+    "draft_only",
+    "token_cascade",
+    "sequence_cascade",
+    "speculative_sequence_cascade",
+    "bild",
+]
+Strategies = Annotated[
+    tuple[Strategy, ...], BeforeValidator(_as_tuple), AfterValidator(_strategies), Field(min_length=1, max_length=8)
+]
 
 
 class _Section(BaseModel):
@@ -88,6 +106,7 @@ class Leniency(_Section):
     rules: Rules = ("threshold", "token_v3")
     max_theta: Unit = 0.9
     structured: Structured = "lossless"
+    strategies: Strategies = ("speculative",)
 
 
 class Evidence(_Section):
@@ -159,6 +178,7 @@ class ClassOverride(_Section):
     rules: Annotated[Rules | None, BeforeValidator(_given)] = None
     max_theta: Annotated[Unit | None, BeforeValidator(_given)] = None
     structured: Annotated[Structured | None, BeforeValidator(_given)] = None
+    strategies: Annotated[Strategies | None, BeforeValidator(_given)] = None
     holdback: Annotated[Holdback | None, BeforeValidator(_given)] = None
     fork_cold: Annotated[Unit | None, BeforeValidator(_given)] = None
     fork_warm: Annotated[Unit | None, BeforeValidator(_given)] = None
@@ -207,6 +227,7 @@ class ClassPolicy:
     cooldown_s: float
     max_step_up: float
     page: tuple[PageRule, ...]
+    strategies: tuple[Strategy, ...] = ("speculative",)
 
     @property
     def planned_loss(self) -> float:
@@ -228,6 +249,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "rules": ("leniency.rules", "rules"),
     "max_theta": ("leniency.max_theta", "max_theta"),
     "structured": ("leniency.structured", "structured"),
+    "strategies": ("leniency.strategies", "strategies"),
     "holdback": ("evidence.holdback", "holdback"),
     "fork_cold": ("evidence.fork_cold", "fork_cold"),
     "fork_warm": ("evidence.fork_warm", "fork_warm"),

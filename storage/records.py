@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -144,7 +144,8 @@ class RequestRecord:
 
     ``touches`` counts the lenient branch's touches on the served path; a request served by holdback counts its first
     touch there, and the fork record carries what the lenient branch went on to do. Coins are drawn at the first touch
-    with the recorded probabilities; before any touch they are False.
+    with the recorded probabilities; before any touch they are False. ``confidence`` in [0, 1] is that of a whole draft
+    answer, None for strategies that make none, and ``draft_s`` the seconds that the answer took to draft.
     """
 
     request_id: str
@@ -173,8 +174,10 @@ class RequestRecord:
     total_s: float
     finish_reason: str
     strategy: str = "speculative"
+    confidence: float | None = None
+    draft_s: float = 0.0
     KIND: ClassVar = "request"
-    UNIT: ClassVar = ("theta", "rho", "holdback_prob", "fork_prob", "label_prob")
+    UNIT: ClassVar = ("theta", "rho", "holdback_prob", "fork_prob", "label_prob", "confidence")
     CHOICES: ClassVar = {"arm": ("untouched", "lenient", "holdback")}
 
 
@@ -215,28 +218,56 @@ class QualityScore:
     CHOICES: ClassVar = {"branch": ("served", "fork")}
 
 
+MAX_DEPTH = 64.0
+
+
 @dataclass(frozen=True)
 class KnobRow:
-    """Knobs for batches of up to ``batch`` rows: block length g >= 0, knob theta and mixing weight rho in [0, 1]."""
+    """Knobs for batches of up to ``batch`` rows: block length g >= 0, knob theta and mixing weight rho in [0, 1].
+
+    ``depth`` in [0, MAX_DEPTH]: rho holds at the first ``floor(depth)`` positions of a block, its fraction times rho at
+    the next one, and the positions after that are lossless (docs/decisions/0001).
+    """
 
     batch: int
     g: int
     theta: float
     rho: float
+    depth: float = MAX_DEPTH
 
 
 @dataclass(frozen=True)
 class CapRow:
-    """Knob limit for callers that ask for at most ``share`` of the loss budget, in [0, 1]."""
+    """Knob limit for callers that ask for at most ``share`` of the loss budget, in [0, 1]; depth as in `KnobRow`."""
 
     share: float
     theta: float
     rho: float
+    depth: float = MAX_DEPTH
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a ``share`` in [0, 1] of the requests gets instead: another strategy or accept rule that is being tried.
+
+    A request takes it by a coin of its own, drawn before its first token; its record names what it got.
+    """
+
+    share: float
+    strategy: str
+    rule: str
+    table: tuple[KnobRow, ...]
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The knobs a worker may use, for ``ttl`` seconds from when it asked. Ordered by (epoch, seq)."""
+    """The knobs a worker may use, for ``ttl`` seconds from when it asked. Ordered by (epoch, seq).
+
+    ``strategy`` is what requests get that do not ask for one. ``strategies`` and ``rules`` are the policy's lists: a
+    caller may ask for one of them, and is lossless under a rule that the lease has no knobs for. ``structured`` says
+    whether structured spans may be lenient ("lossless" or "lenient"), ``label_deadline`` for how many seconds after a
+    touch its fork and labels are worth anything.
+    """
 
     pool: str
     traffic_class: str
@@ -252,11 +283,18 @@ class Lease:
     fork: float = 0.0
     label: float = 0.0
     explore: float = 0.0
+    strategy: str = "speculative"
+    strategies: tuple[str, ...] = ("speculative", "plain")
+    rules: tuple[str, ...] = ()
+    structured: str = "lossless"
+    label_deadline: float = 900.0
+    trial: Trial | None = None
 
     @property
     def lossless(self) -> bool:
-        """True when no row of the table allows leniency."""
-        return all(row.theta == 0 or row.rho == 0 for row in self.table)
+        """True when no row of the table allows leniency; a trial counts."""
+        rows = self.table if self.trial is None or self.trial.share == 0 else (*self.table, *self.trial.table)
+        return all(row.theta == 0 or row.rho == 0 or row.depth == 0 for row in rows)
 
     def knobs(self, rows: int) -> KnobRow:
         """The row for a batch of ``rows``: the smallest bucket that holds it, the largest one beyond the table."""
@@ -278,7 +316,11 @@ class Lease:
                 raise TypeError("not an object")
             table = tuple(KnobRow(**row) for row in raw.pop("table"))
             caps = tuple(CapRow(**row) for row in raw.pop("caps", ()))
-            lease = cls(table=table, caps=caps, **raw)
+            names: dict[str, Any] = {key: tuple(raw.pop(key)) for key in ("strategies", "rules") if key in raw}
+            trial = raw.pop("trial", None)
+            if trial is not None:
+                trial = Trial(**trial | {"table": tuple(KnobRow(**row) for row in trial["table"])})
+            lease = cls(table=table, caps=caps, trial=trial, **names, **raw)
             _check_lease(lease)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise SampleError(f"lease: {e!s:.300}") from e
@@ -328,7 +370,8 @@ def _flat(cls: type[Flat], entry: Mapping[bytes, bytes]) -> Flat:
     head = _parse_head(entry, cls.KIND)
     values = _typed(cls, head)
     for name in getattr(cls, "UNIT", ()):
-        _check_unit(name, np.asarray(values[name]))
+        if values[name] is not None:
+            _check_unit(name, np.asarray(values[name]))
     for name, choices in getattr(cls, "CHOICES", {}).items():
         if values[name] not in choices:
             raise SampleError(f"{cls.KIND}: {name} is {values[name]!r}, expected one of {choices}")
@@ -337,22 +380,31 @@ def _flat(cls: type[Flat], entry: Mapping[bytes, bytes]) -> Flat:
 
 def _check_lease(lease: Lease) -> None:
     """Raise ValueError for a lease of the right shape whose values no controller writes."""
-    counts = [lease.epoch, lease.seq, lease.policy_revision, *(n for r in lease.table for n in (r.batch, r.g))]
+    rows = lease.table if lease.trial is None else (*lease.table, *lease.trial.table)
+    counts = [lease.epoch, lease.seq, lease.policy_revision, *(n for r in rows for n in (r.batch, r.g))]
     if not all(type(n) is int and 0 <= n < 1 << 53 for n in counts):
         raise ValueError("epoch, seq, policy_revision, batch and g must be counts")
     units = [lease.holdback, lease.fork, lease.label, lease.explore]
-    units += [v for r in lease.table for v in (r.theta, r.rho)]
+    units += [v for r in rows for v in (r.theta, r.rho)] + ([] if lease.trial is None else [lease.trial.share])
     units += [v for c in lease.caps for v in (c.share, c.theta, c.rho)]
     if not all(type(v) in (int, float) and 0 <= v <= 1 for v in units):
         raise ValueError("a knob, share or probability is not in [0, 1]")
-    if not all(type(v) in (int, float) and 0 <= v <= _MAX_NUMBER for v in (lease.issued, lease.ttl)) or lease.ttl == 0:
-        raise ValueError("issued or ttl is not a number of seconds, or ttl is not positive")
-    for name in (lease.pool, lease.traffic_class, lease.rule):
+    depths = [r.depth for r in rows] + [c.depth for c in lease.caps]
+    if not all(type(v) in (int, float) and 0 <= v <= MAX_DEPTH for v in depths):
+        raise ValueError(f"a depth is not in [0, {MAX_DEPTH:g}]")
+    seconds = (lease.issued, lease.ttl, lease.label_deadline)
+    if not all(type(v) in (int, float) and 0 <= v <= _MAX_NUMBER for v in seconds) or lease.ttl == 0:
+        raise ValueError("issued, ttl or label_deadline is not a number of seconds, or ttl is not positive")
+    names = [lease.pool, lease.traffic_class, lease.rule, lease.strategy, *lease.strategies, *lease.rules]
+    for name in (*names, *(() if lease.trial is None else (lease.trial.strategy, lease.trial.rule))):
         if not isinstance(name, str) or not _NAME.match(name):
             raise ValueError(f"{name!r:.60} is not a short name")
-    batches = [r.batch for r in lease.table]
-    if not batches or batches[0] < 1 or batches != sorted(set(batches)):
-        raise ValueError("the knob table is empty, or not sorted by distinct batch sizes >= 1")
+    if lease.structured not in ("lossless", "lenient"):
+        raise ValueError(f"structured is {lease.structured!r:.60}, expected lossless or lenient")
+    for table in (lease.table, *(() if lease.trial is None else (lease.trial.table,))):
+        batches = [r.batch for r in table]
+        if not batches or batches[0] < 1 or batches != sorted(set(batches)):
+            raise ValueError("a knob table is empty, or not sorted by distinct batch sizes >= 1")
 
 
 def _head_fields(kind: str, head: Mapping[str, Any]) -> Fields:
@@ -375,6 +427,9 @@ def _typed(cls: type[Any], head: Mapping[str, Any]) -> dict[str, Any]:
     for f in fields(cls):
         annotation = str(f.type)
         if annotation.startswith("npt."):
+            continue
+        if f.name not in head and f.default is not MISSING:  # an older worker does not know the field
+            values[f.name] = f.default
             continue
         if f.name not in head or (head[f.name] is None and "None" not in annotation):
             raise SampleError(f"{cls.__name__}: {f.name} is missing")

@@ -175,6 +175,8 @@ requests = Table(
     _number("total_s"),
     _name("finish_reason"),
     _name("strategy"),
+    Column("confidence", Double),
+    Column("draft_s", Double, nullable=False, server_default="0"),
     PrimaryKeyConstraint("pool", "request_id"),
     Index(None, "pool", "received"),
     Index(None, "pool", "started"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -10,30 +9,18 @@ from typing import Annotated, Any
 
 import structlog
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from policies.errors import LenityError, PolicyError
-from storage.errors import StorageError
+from controller.commands import data, operate, policy
+from controller.commands.common import DEFAULT_DATABASE, DatabaseOption, JsonOption, RedisOption, errors
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Adaptive control loop for speculative decoding with an online quality error budget.",
 )
-policy_app = typer.Typer(no_args_is_help=True, help="Check policy files.")
-db_app = typer.Typer(no_args_is_help=True, help="Look after the history database.")
-app.add_typer(policy_app, name="policy")
-app.add_typer(db_app, name="db")
+for group in (operate, data, policy):
+    group.register(app)
 
-DEFAULT_DATABASE = "sqlite:///lenity.db"
-DatabaseOption = Annotated[
-    str, typer.Option(envvar="LENITY_DATABASE_URL", help="sqlite:///FILE or postgresql+psycopg://…")
-]
-RedisOption = Annotated[str, typer.Option(envvar="LENITY_REDIS_URL", help="redis://…, rediss://… or unix:///SOCKET")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-UrlOption = Annotated[str, typer.Option(envvar="LENITY_URL", help="The controller's address.")]
-DEFAULT_URL = "http://127.0.0.1:8470"
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -100,64 +87,6 @@ def frontier(context: typer.Context) -> None:
 
 
 @app.command()
-def status(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Show every pool and class of a running controller."""
-    body = _get(url, "/v1/pools")
-    if as_json:
-        sys.stdout.write(json.dumps(body) + "\n")
-        return
-    table = Table(
-        "pool", "class", "state", "g", "theta", "speed", "budget left", "explanation", box=None, padding=(0, 2)
-    )
-    for pool in body["pools"]:
-        for c in pool["classes"]:
-            speed = c["predicted_speedup_plain"]
-            table.add_row(
-                pool["pool"],
-                c["traffic_class"],
-                c["state"],
-                str(c["g"]),
-                f"{c['theta']:.3f}",
-                "-" if speed is None else f"{speed:.2f}x plain",
-                f"{c['remaining']:.0%}",
-                c["explanation"],
-            )
-    Console().print(table)
-
-
-@app.command()
-def history(
-    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
-    database: DatabaseOption = DEFAULT_DATABASE,
-    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the newest decisions of a pool from the database, each with its reason."""
-    from storage.history import History
-
-    with _errors():
-        store = History(database)
-        store.check_schema()
-        rows = store.decisions(pool, limit=limit)
-    if as_json:
-        sys.stdout.write(json.dumps(rows, default=str) + "\n")
-        return
-    table = Table("time", "class", "state", "reason", "g", "theta", "explanation", box=None, padding=(0, 2))
-    for row in rows:
-        knobs = row["lease"]["table"][0]
-        table.add_row(
-            f"{row['time']:%Y-%m-%d %H:%M:%S}",
-            row["traffic_class"],
-            row["state"],
-            row["reason"],
-            str(knobs["g"]),
-            f"{knobs['theta']:.3f}",
-            row["explanation"],
-        )
-    Console().print(table)
-
-
-@app.command()
 def simulate(
     scenario: Annotated[Path, typer.Argument(exists=True, help="Scenario file, or a directory of *.yaml files.")],
     plot: Annotated[
@@ -172,56 +101,8 @@ def simulate(
     """
     from controller.simulate import command
 
-    with _errors():
+    with errors():
         raise typer.Exit(command(scenario, plot=plot, as_json=as_json, seed=seed))
-
-
-@policy_app.command("validate")
-def policy_validate(
-    paths: Annotated[list[Path], typer.Argument(help="Policy files, or directories of *.yaml files.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Check policy files; exit code 1 and FILE:LINE: KEY for every fault."""
-    from policies.load import load_policy
-
-    files = [f for p in paths for f in (sorted(p.glob("*.y*ml")) if p.is_dir() else [p])]
-    if not files:
-        raise typer.BadParameter(f"no policy files in {', '.join(map(str, paths))}")
-    results: list[dict[str, Any]] = []
-    for path in files:
-        try:
-            results.append({"path": str(path), "ok": True, "pool": load_policy(path).pool})
-        except PolicyError as e:
-            results.append({"path": e.path, "ok": False, "line": e.line, "key": e.key, "error": e.message})
-            if not as_json:
-                typer.echo(str(e), err=True)
-    if as_json:
-        sys.stdout.write(json.dumps(results) + "\n")
-    else:
-        for r in results:
-            if r["ok"]:
-                typer.echo(f"{r['path']}: good (pool {r['pool']})")
-    raise typer.Exit(0 if all(r["ok"] for r in results) else 1)
-
-
-@db_app.command("upgrade")
-def db_upgrade(database: DatabaseOption = DEFAULT_DATABASE) -> None:
-    """Bring the database's schema up to this version."""
-    from storage.history import History
-
-    with _errors():
-        store = History(database)
-        store.upgrade()
-        typer.echo(f"{database.partition('://')[0]}: {store.schema_status()}")
-
-
-@db_app.command("status")
-def db_status(database: DatabaseOption = DEFAULT_DATABASE) -> None:
-    """Say which schema the database has and which one this version needs."""
-    from storage.history import History
-
-    with _errors():
-        typer.echo(str(History(database).schema_status()))
 
 
 def configure_logging(as_json: bool) -> None:
@@ -241,33 +122,9 @@ def configure_logging(as_json: bool) -> None:
     logging.getLogger("apscheduler").setLevel(logging.ERROR)
 
 
-class _errors:
-    """Turns our errors into one line on standard error and exit code 1."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, LenityError | StorageError | OSError):
-            raise SystemExit(f"lenity: {error}") from error
-
-
-def _get(url: str, path: str) -> Any:
-    import httpx
-
-    try:
-        answer = httpx.get(url.rstrip("/") + path, timeout=5.0)
-        answer.raise_for_status()
-    except httpx.HTTPError as e:
-        raise SystemExit(
-            f"lenity: no answer from the controller at {url} ({e}); is `lenity controller` running?"
-        ) from e
-    return answer.json()
-
-
 def main() -> None:
     """Entry point of the `lenity` command."""
-    with _errors():
+    with errors():
         app()
 
 

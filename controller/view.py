@@ -104,6 +104,21 @@ class PoolView:
     degraded: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A request that is worth a label: touched, its label drawn and missing, times in Unix seconds.
+
+    ``branches`` are those without a score, ``served`` and ``fork``, in random order; which arm each stands for is not
+    told. After ``deadline`` a label is worth nothing.
+    """
+
+    request_id: str
+    traffic_class: str
+    branches: tuple[str, ...]
+    touched_at: float
+    deadline: float
+
+
 class BoardFull(Exception):
     """There are as many event streams open as the board allows."""
 

@@ -7,15 +7,27 @@ controllers and workers read. Documents are read by `policies.load`; there a fau
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from policies.class_policy import (
+    CALENDAR_S,
+    Calendar,
+    ClassPolicy,
+    MetricGoal,
+    PageRule,
+    Strategy,
+    Structured,
+    conflicts,
+    highest_burn,
+)
 from policies.rules import RULES
-from policies.scalars import Count, Duration, Share, format_duration, shown
+from policies.scalars import Count, Duration, Share, shown
+
+__all__ = ["KEYS", "ClassPolicy", "MetricGoal", "PageRule", "Policy", "Strategy", "Structured"]
 
 MIN_WINDOW_S = 10.0
 MAX_WINDOW_S = 366 * 86_400.0
@@ -72,16 +84,8 @@ Labels = Annotated[Count, Field(ge=1, le=10_000_000)]
 BlockLength = Annotated[Count, Field(ge=1, le=MAX_BLOCK)]
 Explore = Annotated[Share, Field(ge=0, le=0.5)]
 Step = Annotated[Share, Field(gt=0, le=1)]
-Structured = Literal["lossless", "lenient"]
-Strategy = Literal[
-    "speculative",
-    "plain",
-    "draft_only",
-    "token_cascade",
-    "sequence_cascade",
-    "speculative_sequence_cascade",
-    "bild",
-]
+Floor = Annotated[Share, Field(gt=0, lt=1)]
+Passes = Annotated[Share, Field(ge=0, le=10)]
 Strategies = Annotated[
     tuple[Strategy, ...], BeforeValidator(_as_tuple), AfterValidator(_strategies), Field(min_length=1, max_length=8)
 ]
@@ -91,13 +95,38 @@ class _Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class MetricEntry(_Section):
+    """A further metric, and how much of it may be lost."""
+
+    metric: Name
+    max_loss: Annotated[Loss, Field(gt=0)]
+
+
+Also = Annotated[tuple[MetricEntry, ...], BeforeValidator(_as_tuple), Field(max_length=7)]
+
+
+def _window_of(data: dict[str, Any]) -> float:
+    return CALENDAR_S.get(data.get("calendar") or "", 0.0)
+
+
 class Objective(_Section):
-    """What quality is, and how much of it may be lost."""
+    """What quality is, and how much of it may be lost, over a rolling window or a calendar's."""
 
     metric: Name
     max_loss: Loss
-    window: Window
+    calendar: Annotated[Calendar | None, BeforeValidator(_given)] = None
+    window: Window = Field(default_factory=_window_of)
     confidence: Confidence = 0.95
+    floor: Annotated[Floor | None, BeforeValidator(_given)] = None
+    also: Also = ()
+
+    @model_validator(mode="after")
+    def _one_window(self) -> Self:
+        if self.calendar is None and not self.window:
+            raise PydanticCustomError("no_window", "needs a window, such as 28d, or a calendar: month, week or day")
+        if self.calendar is not None and "window" in self.model_fields_set:
+            raise PydanticCustomError("two_windows", "has a window and a calendar; write one of them")
+        return self
 
 
 class Leniency(_Section):
@@ -117,6 +146,7 @@ class Evidence(_Section):
     fork_warm: Unit = 0.05
     label_deadline: Positive = 900.0
     min_labels: Labels = 200
+    fork_passes_max: Passes = 0.5
 
 
 class Block(_Section):
@@ -174,7 +204,10 @@ class ClassOverride(_Section):
     metric: Annotated[Name | None, BeforeValidator(_given)] = None
     max_loss: Annotated[Loss | None, BeforeValidator(_given)] = None
     window: Annotated[Window | None, BeforeValidator(_given)] = None
+    calendar: Annotated[Calendar | None, BeforeValidator(_given)] = None
     confidence: Annotated[Confidence | None, BeforeValidator(_given)] = None
+    floor: Annotated[Floor | None, BeforeValidator(_given)] = None
+    also: Annotated[Also | None, BeforeValidator(_given)] = None
     rules: Annotated[Rules | None, BeforeValidator(_given)] = None
     max_theta: Annotated[Unit | None, BeforeValidator(_given)] = None
     structured: Annotated[Structured | None, BeforeValidator(_given)] = None
@@ -184,60 +217,16 @@ class ClassOverride(_Section):
     fork_warm: Annotated[Unit | None, BeforeValidator(_given)] = None
     label_deadline: Annotated[Positive | None, BeforeValidator(_given)] = None
     min_labels: Annotated[Labels | None, BeforeValidator(_given)] = None
+    fork_passes_max: Annotated[Passes | None, BeforeValidator(_given)] = None
     block: BlockOverride = BlockOverride()
     pull_back: PullBackOverride = PullBackOverride()
     alerts: Annotated[Alerts | None, BeforeValidator(_given)] = None
 
-
-@dataclass(frozen=True)
-class PageRule:
-    """Page when the budget burns faster than `factor` over both windows (seconds); ``share`` of it in (0, 1]."""
-
-    long_s: float
-    short_s: float
-    share: float
-
-    def factor(self, window_s: float) -> float:
-        """The burn rate that spends ``share`` of a ``window_s`` budget within the long window; 1 is on plan."""
-        return self.share * window_s / self.long_s
-
-
-@dataclass(frozen=True)
-class ClassPolicy:
-    """The policy of one traffic class, flat: seconds, and shares of one. `docs/policy.md` says what each means."""
-
-    pool: str
-    traffic_class: str
-    metric: str
-    max_loss: float
-    window_s: float
-    confidence: float
-    rules: tuple[str, ...]
-    max_theta: float
-    structured: Structured
-    holdback: float
-    fork_cold: float
-    fork_warm: float
-    label_deadline_s: float
-    min_labels: int
-    g_max: int
-    explore: float
-    start: float
-    stop: float
-    cooldown_s: float
-    max_step_up: float
-    page: tuple[PageRule, ...]
-    strategies: tuple[Strategy, ...] = ("speculative",)
-
-    @property
-    def planned_loss(self) -> float:
-        """Mean loss that the governor plans for: ``max_loss (1 - start)``, so that steady state sits at the knee."""
-        return self.max_loss * (1 - self.start)
-
-    @property
-    def highest_burn(self) -> float:
-        """Burn against plan if every request lost everything; infinite where no loss is allowed."""
-        return highest_burn(self.max_loss, self.start)
+    @model_validator(mode="after")
+    def _one_window(self) -> Self:
+        if self.window is not None and self.calendar is not None:
+            raise PydanticCustomError("two_windows", "has a window and a calendar; write one of them")
+        return self
 
 
 # Field of ClassPolicy -> its key in the document -> its key under classes.NAME.
@@ -245,7 +234,10 @@ KEYS: dict[str, tuple[str, str]] = {
     "metric": ("objective.metric", "metric"),
     "max_loss": ("objective.max_loss", "max_loss"),
     "window_s": ("objective.window", "window"),
+    "calendar": ("objective.calendar", "calendar"),
     "confidence": ("objective.confidence", "confidence"),
+    "floor": ("objective.floor", "floor"),
+    "also": ("objective.also", "also"),
     "rules": ("leniency.rules", "rules"),
     "max_theta": ("leniency.max_theta", "max_theta"),
     "structured": ("leniency.structured", "structured"),
@@ -255,6 +247,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "fork_warm": ("evidence.fork_warm", "fork_warm"),
     "label_deadline_s": ("evidence.label_deadline", "label_deadline"),
     "min_labels": ("evidence.min_labels", "min_labels"),
+    "fork_passes_max": ("evidence.fork_passes_max", "fork_passes_max"),
     "g_max": ("block.max", "block.max"),
     "explore": ("block.explore", "block.explore"),
     "start": ("pull_back.start", "pull_back.start"),
@@ -265,12 +258,17 @@ KEYS: dict[str, tuple[str, str]] = {
 }
 
 
-def default_page(window_s: float, highest_burn: float = float("inf")) -> tuple[PageEntry, ...]:
+def default_page(
+    window_s: float, highest_burn: float = float("inf"), calendar: str | None = None
+) -> tuple[PageEntry, ...]:
     """The four rows of the SRE Workbook scaled to ``window_s``, in whole seconds (a short window may come out as 0).
 
     For 30 days they are 1h/5m, 6h/30m, 1d/2h and 3d/6h; the burn factors 14.4, 6, 3 and 1 hold for every window. A row
-    that could never fire, since nothing can burn as fast as ``highest_burn``, is left out.
+    that could never fire, since nothing can burn as fast as ``highest_burn``, is left out. A month has the rows of 30
+    days.
     """
+    if calendar == "month":
+        window_s = 30 * 86_400.0
     return tuple(
         PageEntry.model_construct(long=float(window_s * long // 1), short=float(window_s * short // 1), budget=budget)
         for long, short, budget in PAGE_ROWS
@@ -283,13 +281,7 @@ def _default_alerts(data: dict[str, Any]) -> Alerts:
     if objective is None or pull_back is None:
         return Alerts(page=())
     burn = highest_burn(objective.max_loss, pull_back.start)
-    return Alerts.model_construct(page=default_page(objective.window, burn))
-
-
-def highest_burn(max_loss: float, start: float) -> float:
-    """Burn against the plan ``max_loss (1 - start)`` if every request lost everything; infinite where the plan is 0."""
-    planned = max_loss * (1 - start)
-    return 1 / planned if planned > 0 else float("inf")
+    return Alerts.model_construct(page=default_page(objective.window, burn, objective.calendar))
 
 
 class Policy(_Section):
@@ -309,9 +301,15 @@ class Policy(_Section):
         """What holds for one traffic class; a class that the document does not name gets the policy's values."""
         override = self.classes.get(name)
         values = {field: self._value(field, override) for field in KEYS}
+        if override is not None and override.window is not None:
+            values["calendar"] = None
+        elif values["calendar"] is not None:
+            values["window_s"] = CALENDAR_S[values["calendar"]]
         if "alerts" not in self.model_fields_set and (override is None or override.alerts is None):
-            values["page"] = default_page(values["window_s"], highest_burn(values["max_loss"], values["start"]))
+            burn = highest_burn(values["max_loss"], values["start"])
+            values["page"] = default_page(values["window_s"], burn, values["calendar"])
         values["page"] = tuple(PageRule(e.long, e.short, e.budget) for e in values["page"])
+        values["also"] = tuple(MetricGoal(e.metric, e.max_loss) for e in values["also"])
         return ClassPolicy(pool=self.pool, traffic_class=name, **values)
 
     def document(self) -> dict[str, Any]:
@@ -322,6 +320,8 @@ class Policy(_Section):
         data = self.model_dump(mode="json", exclude_none=True)
         if "alerts" not in self.model_fields_set:
             del data["alerts"]
+        if self.objective.calendar is not None:
+            del data["objective"]["window"]
         for override in data["classes"].values():
             for section in ("block", "pull_back"):
                 if not override[section]:
@@ -341,10 +341,10 @@ class Policy(_Section):
         faults: list[tuple[tuple[Path, ...], str]] = []
         if "default" in self.classes:
             faults.append(((("classes", "default"),), "the default class is the policy itself; write its values above"))
-        common = list(_conflicts(self.for_class("default")))
+        common = list(conflicts(self.for_class("default")))
         faults += [(tuple(tuple(KEYS[f][0].split(".")) for f in about), message) for about, message in common]
         for name, override in self.classes.items():
-            for about, message in _conflicts(self.for_class(name)):
+            for about, message in conflicts(self.for_class(name)):
                 if (about, message) not in common:
                     own = [KEYS[f][1] for f in about if _dig(override, KEYS[f][1]) is not None]
                     paths = [("classes", name, *key.split(".")) for key in own]
@@ -358,54 +358,6 @@ def _dig(section: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         section = None if section is None else getattr(section, part)
     return section
-
-
-def _conflicts(c: ClassPolicy) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What does not fit together in ``c``: the fields concerned, the one to change first, and what is wrong."""
-    say = format_duration
-    if c.stop >= c.start:
-        yield ("stop", "start"), f"must be below pull_back.start ({c.stop:g} is not below {c.start:g})"
-    if c.fork_warm > c.fork_cold:
-        yield ("fork_warm", "fork_cold"), f"must not exceed fork_cold ({c.fork_warm:g} > {c.fork_cold:g})"
-    if c.label_deadline_s >= c.window_s:
-        yield (
-            ("label_deadline_s", "window_s"),
-            f"must be shorter than the window ({say(c.label_deadline_s)} is not below {say(c.window_s)})",
-        )
-    if c.cooldown_s > c.window_s:
-        yield (
-            ("cooldown_s", "window_s"),
-            f"must not be longer than the window ({say(c.cooldown_s)} > {say(c.window_s)})",
-        )
-    if len(set(c.rules)) < len(c.rules):
-        yield ("rules",), "names a rule twice"
-    if any(rule.long_s < 1 or rule.short_s < 1 for rule in c.page):
-        yield (
-            ("page", "window_s"),
-            f"a page window of less than 1s comes out for a window of {say(c.window_s)}: "
-            "write alerts.page with windows that fit (or page: [] for none)",
-        )
-        return
-    for rule in c.page:
-        yield from ((("page", "max_loss", "window_s"), message) for message in _page_conflicts(c, rule))
-
-
-def _page_conflicts(c: ClassPolicy, rule: PageRule) -> Iterator[str]:
-    say, factor = format_duration, rule.factor(c.window_s)
-    if rule.short_s >= rule.long_s:
-        yield f"short ({say(rule.short_s)}) must be shorter than long ({say(rule.long_s)})"
-    elif rule.long_s > c.window_s:
-        yield f"long ({say(rule.long_s)}) must not be longer than the window ({say(c.window_s)})"
-    elif factor < 1:
-        yield (
-            f"budget {rule.share:.4g} over {say(rule.long_s)} is a burn rate of {factor:.3g}: below 1 it pages while "
-            "spending on plan; raise budget or shorten long"
-        )
-    elif c.max_loss > 0 and factor >= c.highest_burn:
-        yield (
-            f"budget {rule.share:.4g} over {say(rule.long_s)} is a burn rate of {factor:.3g}, but with max_loss "
-            f"{c.max_loss:g} no traffic can burn faster than {c.highest_burn:.3g}: it would never page; lower budget"
-        )
 
 
 assert set(KEYS) == {f.name for f in fields(ClassPolicy)} - {"pool", "traffic_class"}

@@ -10,7 +10,18 @@ from pydantic import BaseModel
 
 from policies.errors import PolicyError
 from policies.load import MAX_BYTES, InvalidPolicy, load_policy, parse_policy, to_yaml
-from policies.model import Alerts, Block, ClassOverride, Evidence, Leniency, Objective, PageEntry, Policy, PullBack
+from policies.model import (
+    Alerts,
+    Block,
+    ClassOverride,
+    Evidence,
+    Leniency,
+    MetricEntry,
+    Objective,
+    PageEntry,
+    Policy,
+    PullBack,
+)
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = ROOT / "policies" / "defaults"
@@ -90,6 +101,28 @@ def test_the_canonical_text_reads_back_and_keeps_generated_alerts_generated() ->
         ("  max_loss: 0.01\n", "", 3, "objective.max_loss", "is required"),
         ("pool: chat-7b", "pool: 7", 2, "pool", "must be text"),
         ("pool: chat-7b", "pool: 'chat 7b'", 2, "pool", "must be a name"),
+        ("  window: 28d\n", "", 3, "objective", "needs a window, such as 28d, or a calendar"),
+        ("window: 28d", "calendar: year", 6, "objective.calendar", "'month', 'week' or 'day'"),
+        ("window: 28d", "window: 28d\n  calendar: day", 3, "objective", "write one of them"),
+        ("window: 28d", "window: 28d\n  floor: 1", 7, "objective.floor", "less than 1"),
+        ("window: 28d", "window: 28d\n  floor:", 7, "objective.floor", "no value"),
+        (
+            "window: 28d",
+            "window: 28d\n  also: [{metric: a, max_loss: 0}]",
+            7,
+            "objective.also.0.max_loss",
+            "more than 0",
+        ),
+        ("window: 28d", "window: 28d\n  also: [{metric: a, max_los: 1%}]", 7, "objective.also.0.max_los", "max_loss?"),
+        (
+            "window: 28d",
+            "window: 28d\n  also: [{metric: answer_correct, max_loss: 1%}]",
+            7,
+            "objective.also",
+            "names a metric twice",
+        ),
+        ("holdback: 0.1", "fork_passes_max: -1%", 10, "evidence.fork_passes_max", "at least 0"),
+        ("code: {max_loss: 0}", "code: {window: 3d, calendar: day}", 15, "classes.code", "write one of them"),
         ("version: lenity/v1", "version: lenity/v2", 1, "version", "must be 'lenity/v1'"),
         ("[threshold, token_v3]", "[threshold, tokenv3]", 8, "leniency.rules.1", "unknown accept rule 'tokenv3'"),
         ("[threshold, token_v3]", "threshold", 8, "leniency.rules", "must be a list"),
@@ -201,6 +234,7 @@ def test_every_key_is_in_the_reference() -> None:
     expected = {"version", "pool", "classes"}
     expected |= {f"{name}.{field}" for name, model in sections.items() for field in model.model_fields}
     expected |= {f"alerts.page.{field}" for field in PageEntry.model_fields}
+    expected |= {f"objective.also.{field}" for field in MetricEntry.model_fields}
     assert sorted(documented) == sorted(expected)
 
 

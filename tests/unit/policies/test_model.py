@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from policies.model import KEYS, ClassPolicy, PageRule, Policy
+from policies.model import KEYS, ClassPolicy, MetricGoal, PageRule, Policy
 from policies.scalars import format_duration, parse_count, parse_duration, parse_number, parse_share
 
 
@@ -111,6 +111,11 @@ def test_left_out_sections_have_the_documented_defaults() -> None:
             PageRule(86_400, 7_200, 0.10),
             PageRule(259_200, 21_600, 0.10),
         ),
+        strategies=("speculative",),
+        calendar=None,
+        floor=None,
+        also=(),
+        fork_passes_max=0.5,
     )
 
 
@@ -210,3 +215,15 @@ def test_a_policy_cannot_be_changed_in_place() -> None:
 
 def test_every_field_of_a_class_policy_has_its_key() -> None:
     assert set(KEYS) == {f.name for f in dataclasses.fields(ClassPolicy)} - {"pool", "traffic_class"}
+
+
+def test_a_calendar_gives_the_window_its_length_and_a_month_the_rows_of_30_days() -> None:
+    objective = {"metric": "m", "max_loss": 0.01, "calendar": "month", "also": [{"metric": "polite", "max_loss": "2%"}]}
+    policy = Policy.model_validate(
+        document(objective=objective, classes={"a": {"window": "7d"}, "b": {"calendar": "day"}})
+    )
+    month, a, b = (policy.for_class(name) for name in ("x", "a", "b"))
+    assert [(c.calendar, c.window_s / 86_400) for c in (month, a, b)] == [("month", 31), (None, 7), ("day", 1)]
+    assert [(r.long_s, r.short_s) for r in month.page] == [(3600, 300), (21600, 1800), (86400, 7200), (259200, 21600)]
+    assert month.also == (MetricGoal("polite", 0.02),)
+    assert Policy.model_validate(policy.document()) == policy

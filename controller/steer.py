@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from controller.costs import CostModel, buckets_of
+from controller.curve import Curve
 from controller.detect import Alarm, Watch
 from controller.estimate import CurveEstimator
 from controller.governor import Allowance, Governor
@@ -67,6 +68,7 @@ class ClassSteer:
         self.governor = Governor(policy, self.rule)
         self.meter = Meter(meter_s)
         self.solution: Solution | None = None
+        self.curve: Curve | None = None  # what the last decision solved on
         self._held: dict[int, int] = {}  # block length in use, by batch bucket
         self.allowance: Allowance | None = None
         self.decision: Decision | None = None
@@ -162,6 +164,7 @@ class ClassSteer:
         while len(self._arms) > _KEPT_ARMS:
             self._arms.popitem(last=False)
         self.meter.add(now, requests=1.0, touches=float(record.touches), touched=float(record.touches > 0))
+        self.meter.add(now, request_s=record.total_s, first_token_s=record.first_token_s)
         self._count(
             {
                 f"requests.{record.arm}": 1.0,
@@ -278,7 +281,7 @@ class ClassSteer:
 
     def _solve(self, allowance: Allowance, *, lenient: bool) -> tuple[list[KnobRow], list[CapRow]]:
         """Knobs per batch bucket, and per share of the loss budget. Sets `solution` to the one that touches most."""
-        curve = self.estimator.curve()
+        curve = self.curve = self.estimator.curve()
         d_allowed = allowance.d_allowed if lenient else 0.0
         max_theta, g_max = self.policy.max_theta, self.policy.g_max
         plan = plan_for(curve, d_allowed=d_allowed, max_theta=max_theta, g_max=g_max)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import structlog
 import typer
 
 from controller.commands import data, operate, policy
 from controller.commands.common import DEFAULT_DATABASE, DatabaseOption, JsonOption, RedisOption, errors
+from policies.settings import ConfigOption, from_environment
+from storage.logs import LogFormat, LogFormatOption, configure_logging
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,7 +38,7 @@ def demo(
     raise typer.Exit(run_demo(directory, keep=keep, short=short, port=port, workers=workers, seed=seed))
 
 
-@app.command()
+@app.command(context_settings=from_environment("LENITY_CONTROLLER"))
 def controller(
     policy: Annotated[list[Path], typer.Option(help="Policy file; repeat for several pools.")],
     redis_url: RedisOption = "redis://127.0.0.1:6379/0",
@@ -49,7 +48,8 @@ def controller(
     tick: Annotated[float, typer.Option(min=0.05, help="Seconds between ticks.")] = 1.0,
     ttl: Annotated[float, typer.Option(min=0.2, help="Seconds that a lease lasts; at least three ticks.")] = 5.0,
     half_life_rounds: Annotated[float, typer.Option(min=100, help="Memory of the estimates, in rounds.")] = 4000.0,
-    log_json: Annotated[bool, typer.Option(help="Log JSON lines.")] = False,
+    log_format: LogFormatOption = LogFormat.auto,
+    config: ConfigOption = None,
 ) -> None:
     """Run the controller: read telemetry, estimate, govern, solve and lease.
 
@@ -58,7 +58,7 @@ def controller(
     from controller.loop import LoopConfig
     from controller.service import Service, ServiceConfig
 
-    configure_logging(log_json)
+    configure_logging("controller", log_format)
     if ttl < 3 * tick:
         raise typer.BadParameter(f"a lease of {ttl:g} s must outlast three ticks of {tick:g} s", param_hint="--ttl")
     loop = LoopConfig(tick_s=tick, ttl_s=ttl, half_life_rounds=half_life_rounds)
@@ -103,23 +103,6 @@ def simulate(
 
     with errors():
         raise typer.Exit(command(scenario, plot=plot, as_json=as_json, seed=seed))
-
-
-def configure_logging(as_json: bool) -> None:
-    """Structured logs on standard error: JSON lines, or readable ones."""
-    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    logging.getLogger("apscheduler").setLevel(logging.ERROR)
 
 
 def main() -> None:

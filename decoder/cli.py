@@ -5,19 +5,18 @@ torch is imported inside the commands, so that ``--help`` is quick.
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import structlog
 import typer
 
 from decoder.wiring import HttpOptions, Scorer, assemble, serve_http, serve_traffic, stop_on_signals
+from policies.settings import ConfigOption, from_environment
 from storage.errors import StorageError
+from storage.logs import LogFormat, LogFormatOption, configure_logging
 from storage.stream import connect
 
 if TYPE_CHECKING:
@@ -53,9 +52,11 @@ def _commands() -> None:
     """Commands have names even if there is only one."""
 
 
-@app.command()
+@app.command(context_settings=from_environment("LENITY_WORKER"))
 def worker(
-    redis_url: Annotated[str, typer.Option(help="Stream server: redis://, rediss:// or unix:///path.sock")],
+    redis_url: Annotated[
+        str, typer.Option(envvar="LENITY_REDIS_URL", help="Stream server: redis://, rediss:// or unix:///path.sock")
+    ],
     pool: Annotated[str, typer.Option(help="Pool whose leases are obeyed")] = "demo",
     worker_id: Annotated[str, typer.Option(help="Name in telemetry; by default the host's name")] = "",
     target: Annotated[Path | None, typer.Option(help="Target model directory; by default the bundled one")] = None,
@@ -84,13 +85,15 @@ def worker(
     ] = None,
     scorer: Annotated[Scorer, typer.Option(help="Scores served answers; none: no forks are drawn")] = Scorer.none,
     metric: Annotated[str, typer.Option(help="Name of the scores, as in the policy's objective")] = "json_valid",
+    log_format: LogFormatOption = LogFormat.auto,
+    config: ConfigOption = None,
 ) -> None:
     """Decode requests under the pool's leases, and report telemetry; lossless whenever there is no lease.
 
     Either serves HTTP (--serve) or makes its own requests (--traffic). SIGTERM and SIGINT finish what is in hand, flush
     the telemetry and exit with 0.
     """
-    log_to_stderr()
+    configure_logging("worker", log_format)
     worker_id = worker_id or re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname()) or "worker"
     classes = tuple(traffic_class or ["default"])
     names = [("--pool", pool), ("--worker-id", worker_id), ("--metric", metric)]
@@ -187,21 +190,6 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--serve")
     return host, int(port)
-
-
-def log_to_stderr() -> None:
-    """Structured logs, one JSON object a line, on stderr."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 if __name__ == "__main__":

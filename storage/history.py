@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, case, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, case, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from storage import schema, summary, tables
+from storage import operators, schema, summary, tables
 from storage.database import Database
 from storage.errors import LeaseRefused
-from storage.records import Decision, ForkRecord, Lease, QualityScore, RequestRecord
+from storage.records import Action, Decision, ForkRecord, Lease, OperatorAction, QualityScore, RequestRecord
+from storage.rows import MINUTE, RollupRow, RoundRow, TokenRow
 from storage.schema import SchemaStatus
 from storage.tables import as_utc
 
@@ -117,15 +118,23 @@ class History:
         scores: Sequence[QualityScore] = (),
         points: Sequence[Point] = (),
         alerts: Sequence[Alert] = (),
+        slices: Sequence[Mapping[str, Any]] = (),
+        rollups: Sequence[RollupRow] = (),
         snapshot: Mapping[str, Any] | None = None,
         last_id: str | None = None,
+        superseded: bool = False,
     ) -> None:
         """Save everything of one tick, or nothing. Saving the same things again changes nothing.
 
         Args:
             now: when the records were received, in Unix seconds.
+            slices: rows of the budget's ledger: traffic_class, start, evidence_epoch, level, rule, requests, touched,
+                touches, forks, labelled, fork_loss, fork_touches. The newest counts of a slice replace those before.
+            rollups: finished minutes.
             snapshot: the state after this tick, JSON-able; None keeps the saved one.
             last_id: the newest stream entry that `snapshot` includes; None when nothing was read since the last one.
+            superseded: the tick is of an older epoch and comes late. What was observed and decided is kept, decisions
+                marked; what its successor counts again from the stream (points, rollups, slices, state) is not.
 
         Raises:
             LeaseRefused: the pool has a newer epoch; nothing was written, and this writer must stop.
@@ -137,16 +146,24 @@ class History:
             (tables.requests, [_fields(r, received=now) for r in requests]),
             (tables.forks, [_fields(f, received=now) for f in forks]),
             (tables.scores, [_fields(s, received=now) for s in scores]),
-            (tables.decisions, [_decision_row(d) for d in decisions]),
-            (tables.points, [_point_row(p) for p in points]),
+            (tables.decisions, [_decision_row(d) | {"superseded": superseded} for d in decisions]),
             (tables.alerts, [_fields(a) for a in alerts]),
         ]
+        if not superseded:
+            rows += [
+                (tables.points, [_point_row(p) for p in points]),
+                (tables.token_rollups, [_fields(r, step=MINUTE) for r in rollups if isinstance(r, TokenRow)]),
+                (tables.round_rollups, [_fields(r, step=MINUTE) for r in rollups if isinstance(r, RoundRow)]),
+            ]
         with self.database.writing(f"save a tick of {pool}") as connection:
-            self._require_epoch(connection, pool, epoch)
+            if not superseded:
+                self._require_epoch(connection, pool, epoch)
             for table, values in rows:
                 if values:
                     connection.execute(self._insert(table).on_conflict_do_nothing(), values)
-            if snapshot is not None:
+            if slices and not superseded:
+                self._save_slices(connection, [{**row, "pool": pool} for row in slices])
+            if snapshot is not None and not superseded:
                 self._save_snapshot(connection, pool, epoch, now, snapshot, last_id)
 
     def load_snapshot(self, pool: str) -> tuple[dict[str, Any], str] | None:
@@ -185,6 +202,34 @@ class History:
         query = select(table).where(table.c.pool == pool).order_by(table.c.revision.desc())
         return [dict(row) for row in self._rows(query, limit)]
 
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def add_operator_action(
+        self,
+        pool: str,
+        traffic_class: str,
+        action: Action,
+        who: str,
+        why: str,
+        now: float,
+        amount: float | None = None,
+    ) -> int:
+        """Order an action for a class, or for all of them (`ALL_CLASSES`); returns its number, which only grows.
+
+        `amount`: loss units by which `adjust_budget` changes what counts as spent. Raises ValueError for an action that
+        means nothing.
+        """
+        with self.database.writing(f"record an action for {pool}") as connection:
+            return operators.add(connection, pool, traffic_class, action, _clean(who), _clean(why), now, amount)
+
+    def operator_actions(self, pool: str, after: int = 0, limit: int = 100) -> list[OperatorAction]:
+        """Actions of a pool with numbers above `after`, oldest first; every one of them is seen in this order."""
+        return operators.actions(self._rows(operators.after(pool, after), limit))
+
+    def operator_log(self, pool: str, limit: int = 100) -> list[OperatorAction]:
+        """Actions of a pool, newest first."""
+        return operators.actions(self._rows(operators.newest(pool), limit))
+
     # -- readers -------------------------------------------------------------------------------------------------------
 
     def points(self, pool: str, cls: str, since: float | datetime | None = None, limit: int = 1000) -> list[Point]:
@@ -213,6 +258,16 @@ class History:
         rows = self._rows(_later(query, table.c.time, since).order_by(table.c.time.desc(), table.c.id.desc()), limit)
         names = ("pool", "traffic_class", "name", "firing", "detail")
         return [Alert(**{n: row[n] for n in names}, time=row["time"].timestamp()) for row in rows]
+
+    def find_request(self, request_id: str, pool: str | None = None) -> dict[str, Any] | None:
+        """The stored fields of a request (`RequestRecord` with aware times, and `received`), None when there is none.
+
+        Without a pool, the request of that id that was received last.
+        """
+        c = tables.requests.c
+        query = select(tables.requests).where(c.request_id == request_id, *(() if pool is None else (c.pool == pool,)))
+        rows = self._rows(query.order_by(c.received.desc()), 1)
+        return dict(rows[0]) if rows else None
 
     def requests_between(
         self,
@@ -246,13 +301,21 @@ class History:
             found = "no epoch was claimed" if row is None else f"epoch {row['epoch']} was claimed by {row['holder']}"
             raise LeaseRefused(f"tick of {pool} under epoch {epoch} refused: {found}")
 
+    def _save_slices(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
+        table = tables.budget_slices
+        insert = self._insert(table)
+        changed = {c.name: insert.excluded[c.name] for c in table.c if not c.primary_key}
+        connection.execute(insert.on_conflict_do_update(index_elements=list(table.primary_key), set_=changed), rows)
+
     def _save_snapshot(
         self, connection: Connection, pool: str, epoch: int, now: float, state: Mapping[str, Any], last_id: str | None
     ) -> None:
         row: dict[str, Any] = {"epoch": epoch, "time": now, "state": state}
         insert = self._insert(tables.snapshots).values(pool=pool, last_id=last_id or "0-0", **row)
         update = row if last_id is None else row | {"last_id": last_id}
-        connection.execute(insert.on_conflict_do_update(index_elements=["pool"], set_=update))
+        table = tables.snapshots
+        newer = or_(table.c.epoch < epoch, table.c.time <= as_utc(now))
+        connection.execute(insert.on_conflict_do_update(index_elements=["pool"], set_=update, where=newer))
 
 
 def decision_of(row: Mapping[str, Any]) -> Decision:
@@ -283,7 +346,11 @@ def _decision_row(d: Decision) -> dict[str, Any]:
 
 def _decision_dict(row: RowMapping) -> dict[str, Any]:
     columns = ("pool", "traffic_class", "time", "epoch", "seq", "policy_revision", "state", "reason", "explanation")
-    return {name: row[name] for name in columns} | {"lease": json.loads(row["lease"])} | dict(row["detail"])
+    return (
+        {name: row[name] for name in (*columns, "superseded")}
+        | {"lease": json.loads(row["lease"])}
+        | dict(row["detail"])
+    )
 
 
 def _point_row(point: Point) -> dict[str, Any]:

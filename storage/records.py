@@ -344,6 +344,30 @@ class Decision:
     counterfactual: dict[str, Any] = field(default_factory=dict)
 
 
+Action = Literal["freeze", "lossless", "resume", "reset_budget", "adjust_budget"]
+ALL_CLASSES = "*"
+
+
+@dataclass(frozen=True)
+class OperatorAction:
+    """What an operator ordered for a class of a pool, or for every class (``traffic_class`` is `ALL_CLASSES`).
+
+    ``amount`` are the loss units of an adjusted budget, None otherwise; ``time`` is in Unix seconds. Actions of a pool
+    are in force in the order of ``id``.
+    """
+
+    id: int
+    pool: str
+    traffic_class: str
+    action: Action
+    amount: float | None
+    who: str
+    why: str
+    time: float
+
+
+ACTIONS: tuple[Action, ...] = ("freeze", "lossless", "resume", "reset_budget", "adjust_budget")
+
 Record = TokenBlock | RequestRecord | ForkRecord | QualityScore
 Flat = RequestRecord | ForkRecord | QualityScore
 FLAT: dict[str, type[Flat]] = {cls.KIND: cls for cls in (RequestRecord, ForkRecord, QualityScore)}

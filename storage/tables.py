@@ -24,6 +24,8 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
+    text,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
@@ -111,6 +113,16 @@ def _count(column: str) -> Column[int]:
     return Column(column, BigInteger, nullable=False)
 
 
+def _flag(column: str) -> Column[bool]:
+    return Column(column, Boolean, nullable=False, server_default=false())
+
+
+def _open(name: str, flag: str) -> Index:
+    """The rows of a class that a job has not dealt with: an index of only those whose `flag` is false."""
+    where = text(f"NOT {flag}")
+    return Index(name, "pool", "traffic_class", "time", postgresql_where=where, sqlite_where=where)
+
+
 epochs = Table(
     "epochs",
     metadata,
@@ -178,6 +190,7 @@ requests = Table(
     Column("confidence", Double),
     Column("draft_s", Double, nullable=False, server_default="0"),
     PrimaryKeyConstraint("pool", "request_id"),
+    Index(None, "request_id"),
     Index(None, "pool", "received"),
     Index(None, "pool", "started"),
 )
@@ -232,9 +245,12 @@ decisions = Table(
     Column("explanation", Text, nullable=False),
     Column("lease", Text, nullable=False),
     Column("detail", Json, nullable=False),
+    _flag("superseded"),
+    _flag("thinned"),
     UniqueConstraint("pool", "traffic_class", "epoch", "seq", "time"),
     Index(None, "pool", "time"),
     Index(None, "pool", "traffic_class", "time"),
+    _open("ix_decisions_unthinned", "thinned"),
 )
 
 points = Table(
@@ -244,7 +260,105 @@ points = Table(
     _name("traffic_class"),
     Column("time", UtcTime, nullable=False),
     Column("values", Json, nullable=False),
+    _flag("rolled"),
     PrimaryKeyConstraint("pool", "traffic_class", "time"),
+    _open("ix_points_unrolled", "rolled"),
+)
+
+# A row sums the points of `step` seconds from `time`; `fewer` counts the series that some of its points lack.
+point_rollups = Table(
+    "point_rollups",
+    metadata,
+    _name("pool"),
+    _name("traffic_class"),
+    _count("step"),
+    Column("time", UtcTime, nullable=False),
+    _count("count"),
+    Column("sums", Json, nullable=False),
+    Column("fewer", Json),
+    PrimaryKeyConstraint("pool", "traffic_class", "step", "time"),
+)
+
+# Counts of drafted positions; `bucket` is the batch's rows rounded up to a power of two.
+token_rollups = Table(
+    "token_rollups",
+    metadata,
+    _name("pool"),
+    _name("traffic_class"),
+    _count("step"),
+    Column("time", UtcTime, nullable=False),
+    _count("bucket"),
+    _count("position"),
+    _count("drafted"),
+    _count("examined"),
+    _count("accepted"),
+    _count("touches"),
+    _count("pinned"),
+    _number("theta_sum"),
+    _number("tv_sum"),
+    _flag("rolled"),
+    PrimaryKeyConstraint("pool", "traffic_class", "step", "time", "bucket", "position"),
+    _open("ix_token_rollups_unrolled", "rolled"),
+    sqlite_with_rowid=False,
+)
+
+round_rollups = Table(
+    "round_rollups",
+    metadata,
+    _name("pool"),
+    _name("traffic_class"),
+    _count("step"),
+    Column("time", UtcTime, nullable=False),
+    _count("bucket"),
+    _count("rounds"),
+    _count("request_rounds"),
+    _count("drafted"),
+    _count("emitted"),
+    _count("prefill_tokens"),
+    _number("draft_s"),
+    _number("verify_s"),
+    _number("overhead_s"),
+    _flag("rolled"),
+    PrimaryKeyConstraint("pool", "traffic_class", "step", "time", "bucket"),
+    _open("ix_round_rollups_unrolled", "rolled"),
+    sqlite_with_rowid=False,
+)
+
+# The budget's ledger: what was served and proven in a slice of the window, by evidence epoch, level of the lease, rule.
+budget_slices = Table(
+    "budget_slices",
+    metadata,
+    _name("pool"),
+    _name("traffic_class"),
+    Column("start", UtcTime, nullable=False),
+    _count("evidence_epoch"),
+    _count("level"),
+    _name("rule"),
+    _count("requests"),
+    _count("touched"),
+    _count("touches"),
+    _count("forks"),
+    _count("labelled"),
+    _number("fork_loss"),
+    _count("fork_touches"),
+    PrimaryKeyConstraint("pool", "traffic_class", "start", "evidence_epoch", "level", "rule"),
+    sqlite_with_rowid=False,
+)
+
+# Actions are numbered in the order in which they were committed, and no number is used twice.
+operator_actions = Table(
+    "operator_actions",
+    metadata,
+    Column("id", BigInteger, primary_key=True, autoincrement=True),
+    _name("pool"),
+    _name("traffic_class"),
+    _name("action"),
+    Column("amount", Double),
+    Column("who", Text, nullable=False),
+    Column("why", Text, nullable=False),
+    Column("time", UtcTime, nullable=False),
+    Index(None, "pool", "id"),
+    sqlite_autoincrement=True,
 )
 
 alerts = Table(

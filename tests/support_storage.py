@@ -18,6 +18,7 @@ from storage.records import (
     RequestRecord,
     TokenBlock,
 )
+from storage.rows import RoundRow, TokenRow
 
 NOW = 1_800_000_000.25
 
@@ -136,3 +137,31 @@ def a_decision(pool: str = "chat", epoch: int = 1, seq: int = 1, **changes: Any)
         "counterfactual": {"g": 4},
     }
     return Decision(pool=pool, **(values | changes))
+
+
+def a_token_row(pool: str = "chat", time: float = 1_800_000_000.0, position: int = 1, **changes: Any) -> TokenRow:
+    """A minute of one position: eight tokens drafted, six examined, five accepted, one touch."""
+    values: dict[str, Any] = {"traffic_class": "default", "bucket": 4, "drafted": 8, "examined": 6, "accepted": 5}
+    values |= {"touches": 1, "pinned": 0, "theta_sum": 4.0, "tv_sum": 1.5}
+    return TokenRow(pool=pool, time=time, position=position, **(values | changes))
+
+
+def a_round_row(pool: str = "chat", time: float = 1_800_000_000.0, **changes: Any) -> RoundRow:
+    """A minute of four rounds of a batch of three rows."""
+    values: dict[str, Any] = {"traffic_class": "default", "bucket": 4, "rounds": 4, "request_rounds": 12}
+    values |= {
+        "drafted": 96,
+        "emitted": 60,
+        "prefill_tokens": 40,
+        "draft_s": 0.25,
+        "verify_s": 0.5,
+        "overhead_s": 0.125,
+    }
+    return RoundRow(pool=pool, time=time, **(values | changes))
+
+
+def a_slice(start: float = 1_800_000_000.0, **changes: Any) -> dict[str, Any]:
+    """A slice of the budget's ledger: five requests, two of them touched, one fork."""
+    values: dict[str, Any] = {"traffic_class": "default", "start": start, "evidence_epoch": 1, "level": -40}
+    values |= {"rule": "token_v3", "requests": 5, "touched": 2, "touches": 3, "forks": 1, "labelled": 1}
+    return values | {"fork_loss": 0.25, "fork_touches": 2} | changes

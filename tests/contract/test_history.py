@@ -427,6 +427,10 @@ def test_every_call_says_storage_error_when_the_tables_are_missing(database_url:
         lambda: history.decisions("chat"),
         lambda: history.alerts("chat"),
         lambda: history.requests_between("chat", 0, 1),
+        lambda: history.find_request("r1"),
+        lambda: history.add_operator_action("chat", "*", "freeze", "ada", "", NOW),
+        lambda: history.operator_actions("chat"),
+        lambda: history.operator_log("chat"),
     ):
         with pytest.raises(StorageError):
             call()

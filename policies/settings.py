@@ -127,7 +127,7 @@ def _compose(path: Path) -> Node | None:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise typer.BadParameter(f"{path}: larger than {MAX_BYTES // 1024} KiB; these are not settings")
-        node: Node | None = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)  # type: ignore[no-untyped-call]
+        node: Node | None = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)
         return node
     except OSError as e:
         raise typer.BadParameter(f"{path}: cannot be read: {e.strerror}") from e

@@ -62,7 +62,7 @@ class Json(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return None if value is None else json.dumps(value, separators=(",", ":"), default=_plain)
+        return None if value is None else json.dumps(value, separators=(",", ":"), default=plain_number)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
         return None if value is None else json.loads(value)
@@ -82,7 +82,7 @@ def as_utc(value: float | datetime) -> datetime:
         raise ValueError(f"not a time: {value}") from e
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """What `json` does not know: NumPy scalars and arrays, and tuples inside them."""
     if hasattr(value, "tolist"):
         return value.tolist()

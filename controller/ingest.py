@@ -1,27 +1,32 @@
 """From stream entries to checked records: each once, bad ones set aside.
 
 Telemetry reaches the stream at least once: a retried append can repeat an entry, and after a crash the entries since
-the last saved tick come again. Blocks are told apart by (worker, boot, seq), which only grows; the other records by
-what they are about.
+the last saved tick come again. Blocks are told apart by (worker, boot, seq): a number above the highest so far is new,
+and so is one that was missing, once. The other records are told apart by what they are about.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from storage.errors import SampleError
 from storage.records import ForkRecord, QualityScore, Record, RequestRecord, TokenBlock, from_fields
+from storage.stream import newer_id
 
 _KEPT_KEYS = 20_000
 _SAVED_KEYS = 2_000
-_KEPT_BOOTS = 256
+_KEPT_BOOTS = 4096
+_KEPT_GAPS = 32  # stretches of missing numbers remembered of one boot
 
 
 class Source(Protocol):
     """The reading end of a telemetry stream (`storage.stream.StreamReader`)."""
+
+    careful: bool  # what was read last is to be saved and acknowledged before more is read
+    set_aside: list[str]  # why the source itself set entries aside
 
     def read(self, max_entries: int = ..., block_ms: int = ...) -> list[tuple[str, dict[bytes, bytes]]]: ...
     def dead_letter(self, entry_id: str, fields: Mapping[bytes, bytes], reason: str) -> None: ...
@@ -39,26 +44,61 @@ class Batch:
     gaps: int = 0
 
 
+class Boot:
+    """The block numbers seen of one start of one worker: first, highest, and the stretches below it that are missing."""
+
+    def __init__(self, first: int, last: int, missing: Iterable[Sequence[int]] = ()):
+        self.first, self.last = first, last
+        self.missing = [(int(a), int(b)) for a, b in missing]
+
+    def take(self, seq: int) -> int | None:
+        """How many more numbers are missing now that `seq` was seen (-1 for one that was missing); None for a repeat.
+
+        What is below the first number seen may still come, and was never counted as missing.
+        """
+        if seq > self.last:
+            skipped = seq - self.last - 1
+            if skipped:
+                self.missing.append((self.last + 1, seq - 1))
+                del self.missing[:-_KEPT_GAPS]
+            self.last = seq
+            return skipped
+        for i, (begin, end) in enumerate(self.missing):
+            if begin <= seq <= end:
+                rest = [(begin, seq - 1), (seq + 1, end)]
+                self.missing[i : i + 1] = [(a, b) for a, b in rest if a <= b]
+                return -1 if seq > self.first else 0
+        return None
+
+
 class Deduplicator:
-    """Remembers what was already counted, in bounded memory."""
+    """Remembers what was already counted, in bounded memory.
+
+    `gaps` is how many block numbers are missing so far: dropped by workers, trimmed, or still to come. What was sent
+    before the first block that was seen of a boot does not count as missing.
+    """
 
     def __init__(self) -> None:
-        self._last_seq: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._boots: OrderedDict[tuple[str, str], Boot] = OrderedDict()
         self._keys: OrderedDict[str, None] = OrderedDict()
         self.gaps = 0
 
     def is_new(self, record: Record) -> bool:
-        """True the first time a record is seen. A gap in a worker's block numbers is counted in `gaps`."""
+        """True the first time a record is seen."""
         if isinstance(record, TokenBlock):
-            boot = (record.worker, record.boot)
-            last = self._last_seq.get(boot, -1)
-            if record.seq <= last:
-                return False
-            self.gaps += record.seq - last - 1 if last >= 0 else 0
-            self._last_seq[boot] = record.seq
-            self._last_seq.move_to_end(boot)
-            while len(self._last_seq) > _KEPT_BOOTS:
-                self._last_seq.popitem(last=False)
+            name = (record.worker, record.boot)
+            boot = self._boots.get(name)
+            if boot is None:
+                earlier = [(0, record.seq - 1)] if record.seq else []
+                self._boots[name] = Boot(record.seq, record.seq, earlier)
+            else:
+                missing = boot.take(record.seq)
+                if missing is None:
+                    return False
+                self.gaps += missing
+            self._boots.move_to_end(name)
+            while len(self._boots) > _KEPT_BOOTS:
+                self._boots.popitem(last=False)
             return True
         key = _key(record)
         if key in self._keys:
@@ -71,16 +111,20 @@ class Deduplicator:
     def to_state(self) -> dict[str, Any]:
         """A JSON-able state; the newest keys only, since older ones cannot be repeated by a retry."""
         return {
-            "boots": [[worker, boot, seq] for (worker, boot), seq in self._last_seq.items()],
+            "boots": [[*name, boot.first, boot.last, boot.missing] for name, boot in self._boots.items()],
             "keys": list(self._keys)[-_SAVED_KEYS:],
+            "gaps": self.gaps,
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Deduplicator:
         """The deduplicator that wrote `state`."""
         self = cls()
-        self._last_seq.update({(worker, boot): seq for worker, boot, seq in state["boots"]})
+        for worker, boot, *numbers in state["boots"]:
+            first, last, missing = numbers if len(numbers) == 3 else (numbers[0], numbers[0], ())  # an older state
+            self._boots[worker, boot] = Boot(first, last, missing)
         self._keys.update(dict.fromkeys(state["keys"]))
+        self.gaps = int(state.get("gaps", 0))
         return self
 
 
@@ -93,10 +137,10 @@ def drain(source: Source, seen: Deduplicator, pool: str, *, limit: int = 5000) -
     gaps = seen.gaps
     while len(batch.ids) + len(batch.dead) < limit:
         entries = source.read(max_entries=min(1000, limit))
-        if not entries:
-            break
+        batch.dead += source.set_aside
+        source.set_aside.clear()
         for entry_id, fields in entries:
-            batch.last_id = entry_id
+            batch.last_id = newer_id(batch.last_id, entry_id)
             try:
                 record = from_fields(fields)
                 if record.pool != pool:
@@ -110,6 +154,8 @@ def drain(source: Source, seen: Deduplicator, pool: str, *, limit: int = 5000) -
                 batch.records.append(record)
             else:
                 batch.duplicates += 1
+        if not entries or source.careful:
+            break
     batch.gaps = seen.gaps - gaps
     return batch
 

@@ -4,7 +4,7 @@
                  LeaseStore.read     <- lease  <- LeaseStore.write                  (storage.leases)
 
 Delivery is at least once: an append that is tried again can repeat an entry, and entries that were read but not
-acknowledged come again after a restart.
+acknowledged come again after a restart, whatever name the consumer has then (storage.pending).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import redis
 from storage.connection import attempt, connect, dead_key, fence_key, lease_key, telemetry_key
 from storage.errors import SampleError, StorageError
 from storage.leases import LeaseStore
+from storage.pending import Pending, RawEntry
 from storage.records import Record, to_fields
 
 __all__ = [
@@ -30,11 +31,11 @@ __all__ = [
     "dead_key",
     "fence_key",
     "lease_key",
+    "newer_id",
     "telemetry_key",
 ]
 
 Entry = tuple[str, dict[bytes, bytes]]
-RawEntry = tuple[str, dict[bytes, bytes] | None]  # no fields: deleted while it was pending
 
 MAX_BLOCK_MS = 1000
 DEAD_LETTERS = 1000
@@ -90,8 +91,10 @@ class StreamReader:
     """The controller's end: a consumer group that acknowledges what has been saved.
 
     Entries stay on the stream for `keep_s` seconds, and for as long as a group needs them. `lost` counts entries that
-    were trimmed or deleted before this group read them, as well as the server's counters can tell. Not safe for use by
-    several threads at once.
+    were trimmed or deleted before this group read them, as well as the server's counters can tell. One reader at a time
+    works for a group; what consumers of other names hold is taken over at the start, and later once they have been
+    idle for `reclaim_s`. An entry that was delivered `max_deliveries` times and never acknowledged is set aside, and
+    why is added to `set_aside`. Not safe for use by several threads at once.
     """
 
     def __init__(
@@ -102,11 +105,18 @@ class StreamReader:
         consumer: str = "controller",
         *,
         keep_s: float = 3600.0,
+        reclaim_s: float = 60.0,
+        max_deliveries: int = 5,
     ):
-        self._keep_s = keep_s
+        self._keep_s, self._reclaim_s = keep_s, reclaim_s
         self._client, self._pool, self._key = client, pool, telemetry_key(pool)
         self._group, self._consumer = group, consumer
+        self._pending = Pending(client, self._key, group, consumer, max_deliveries)
         self.lost = 0
+        self.set_aside: list[str] = []
+        self.careful = False  # whether what was read last must be saved and acknowledged before more is read
+        self._catching_up = True  # there may be entries that an earlier reader was given
+        self._next_reclaim = 0.0  # on the monotonic clock; 0 at the start: then nobody else has a right to any
         self._last = "0-0"  # newest id handed out
         self._last_fields: dict[bytes, bytes] | None = None  # and what it said
         self._floor = "0-0"  # ids up to here are in the caller's snapshot
@@ -125,8 +135,9 @@ class StreamReader:
     def read(self, max_entries: int = 2000, block_ms: int = 0) -> list[Entry]:
         """The next entries in stream order, at most `max_entries`.
 
-        First come this consumer's own that were delivered but not acknowledged before (a restart, a lost reply), then
-        new ones; when there are none of either it waits up to `block_ms` (at most 1000) for one.
+        First come those that were delivered but not acknowledged before (a restart, a lost reply, another consumer's:
+        these may be older than what was read last), then new ones; when there are none of either it waits up to
+        `block_ms` (at most 1000) for one. With `careful` set, acknowledge before the next read.
 
         A missing group is made again after the last id seen, so nothing is skipped. Raises StorageError.
         """
@@ -137,7 +148,7 @@ class StreamReader:
             try:
                 return self._read(max_entries, wait_ms)
             except redis.ResponseError as e:
-                if not str(e).startswith("NOGROUP"):
+                if not str(e).startswith("NOGROUP") and "no such key" not in str(e):
                     raise
             self._create_group()
             return self._read(max_entries, wait_ms)
@@ -150,6 +161,7 @@ class StreamReader:
         for start in range(0, len(wanted), 1000):
             chunk = wanted[start : start + 1000]
             attempt(partial(self._client.xack, self._key, self._group, *chunk), f"ack on {self._key}")
+        self._pending.done(wanted)
         now = time.monotonic()
         if wanted and now >= self._next_trim:
             self._next_trim = now + _TRIM_EVERY_S
@@ -186,6 +198,9 @@ class StreamReader:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _read(self, max_entries: int, block_ms: int) -> list[Entry]:
+        self.careful = False
+        if before := self._redelivered(max_entries):
+            return before
         while True:
             raw = self._ask(max_entries)
             if not raw and block_ms > 0:
@@ -198,6 +213,45 @@ class StreamReader:
                 return []
             if kept := self._keep(raw):
                 return kept
+
+    def _redelivered(self, max_entries: int) -> list[Entry]:
+        """What earlier readers were given, this consumer's own first; empty when there is none (any more)."""
+        while self._catching_up:
+            step = self._pending.own(self._last, max_entries)
+            if not step.entries:
+                self._catching_up = False
+            elif step.condemned and newer_id(self._floor, step.entries[0][0]) != self._floor:
+                self._condemn(step.entries[0])
+            elif kept := self._keep(step.entries):
+                self.careful = step.careful
+                return kept
+        now = time.monotonic()
+        if now >= self._next_reclaim:
+            self._pending.take_over(self._reclaim_s if self._next_reclaim else 0.0)
+            self._next_reclaim = now + self._reclaim_s
+        while self._pending.late_waiting:
+            step = self._pending.late(max_entries)
+            if step.condemned:
+                self._condemn(step.entries[0])
+                continue
+            gone = [entry_id for entry_id, fields in step.entries if fields is None]
+            self.lost += len(gone)
+            self._pending.done(gone)
+            if kept := [(entry_id, fields) for entry_id, fields in step.entries if fields is not None]:
+                self.careful = step.careful
+                return kept
+            if not gone:
+                break
+        return []
+
+    def _condemn(self, entry: RawEntry) -> None:
+        """Set aside an entry that its readers never came to acknowledge."""
+        reason = "delivered again and again and never acknowledged: whoever handled it ended"
+        self.dead_letter(entry[0], entry[1] or {}, reason)
+        self.set_aside.append(reason)
+        self._pending.done([entry[0]])
+        if _parse_id(entry[0]) > _parse_id(self._last):
+            self._last, self._last_fields = entry
 
     def _ask(self, max_entries: int) -> list[RawEntry]:
         """Own pending entries that were never handed out, if there are any, else new ones.
@@ -213,8 +267,6 @@ class StreamReader:
             pipe.xreadgroup(self._group, self._consumer, {self._key: ">"}, max_entries)
             replies = pipe.execute(raise_on_error=False)
         for reply in replies:
-            if isinstance(reply, redis.ResponseError) and "no such key" in str(reply):
-                raise redis.ResponseError("NOGROUP the stream is gone")
             if isinstance(reply, Exception):
                 raise reply
         info, groups, pending, new = replies
@@ -265,6 +317,7 @@ class StreamReader:
             if not str(e).startswith("BUSYGROUP"):
                 raise
         self._ordinal = 0 if seen == "0-0" else None
+        self._pending.forget()
 
     def _continues(self, last: str) -> bool:
         """Whether the stream is the one in which `last` was read, or can be treated as such.
@@ -311,6 +364,11 @@ def _entries(reply: Any) -> list[RawEntry]:
     if not reply:
         return []
     return [(entry_id.decode(), fields or None) for entry_id, fields in reply[0][1]]
+
+
+def newer_id(a: str | None, b: str) -> str:
+    """The later one of two stream ids; None is before all."""
+    return b if a is None else max(a, b, key=_parse_id)
 
 
 def _parse_id(entry_id: str | bytes) -> tuple[int, int]:

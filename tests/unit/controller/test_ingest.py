@@ -18,6 +18,7 @@ class ListSource:
     def __init__(self, *batches: list[tuple[str, dict[bytes, bytes]]]):
         self.batches = list(batches)
         self.dead: list[tuple[str, str]] = []
+        self.careful, self.set_aside = False, list[str]()
 
     def read(self, max_entries: int = 100, block_ms: int = 0) -> list[tuple[str, dict[bytes, bytes]]]:
         return self.batches.pop(0) if self.batches else []
@@ -52,6 +53,36 @@ def test_missing_block_numbers_are_counted() -> None:
     """What a worker had to drop shows as a gap."""
     source = ListSource([("1-0", to_fields(block(3))), ("2-0", to_fields(block(7)))])
     assert drain(source, Deduplicator(), "p").gaps == 3
+
+
+def test_a_block_that_was_missing_counts_once_when_it_comes_late() -> None:
+    """Entries of a reader that is gone are taken over late and out of order; a repeat of them is still a repeat."""
+    order = [2, 7, 4, 4, 0, 7, 3, 1, 0]
+    source = ListSource([(f"{i}-0", to_fields(block(seq))) for i, seq in enumerate(order)])
+    seen = Deduplicator()
+    batch = drain(source, seen, "p")
+    assert [r.seq for r in by_kind(batch.records)[0]] == [2, 7, 4, 0, 3, 1]
+    assert batch.duplicates == 3
+    assert seen.gaps == 2, "5 and 6 are missing; what came before the first one seen never counted as missing"
+    assert not Deduplicator.from_state(json.loads(json.dumps(seen.to_state()))).is_new(block(4))
+    assert Deduplicator.from_state(json.loads(json.dumps(seen.to_state()))).is_new(block(5))
+
+
+def test_the_newest_position_is_kept_when_older_entries_come_late() -> None:
+    """The position saved with the state never goes back."""
+    source = ListSource(
+        [("9-0", to_fields(block(9)))], [("10-1", to_fields(block(10)))], [("3-0", to_fields(block(3)))]
+    )
+    assert drain(source, Deduplicator(), "p").last_id == "10-1"
+
+
+def test_entries_to_be_careful_with_are_alone_in_a_drain() -> None:
+    """They are saved and acknowledged before anything else is read."""
+    source = ListSource([("1-0", to_fields(block(1)))], [("2-0", to_fields(block(2)))])
+    source.careful, source.set_aside = True, ["it killed the reader"]
+    batch = drain(source, Deduplicator(), "p")
+    assert batch.ids == ["1-0"]
+    assert batch.dead == ["it killed the reader"]
 
 
 def test_bad_entries_are_set_aside_and_good_ones_flow() -> None:

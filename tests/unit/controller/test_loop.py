@@ -36,6 +36,7 @@ class Stream:
         self.waiting: list[tuple[str, dict[bytes, bytes]]] = []
         self.acked: list[str] = []
         self.dead: list[str] = []
+        self.careful, self.set_aside = False, list[str]()
         self.away = False
         self._next = 1
 

@@ -47,6 +47,12 @@ def controller(
     port: Annotated[int, typer.Option(help="Port of the API and page.")] = 8470,
     tick: Annotated[float, typer.Option(min=0.05, help="Seconds between ticks.")] = 1.0,
     ttl: Annotated[float, typer.Option(min=0.2, help="Seconds that a lease lasts; at least three ticks.")] = 5.0,
+    tokens_file: Annotated[
+        Path | None, typer.Option(help="Who may write: one 'role name token' a line; or such lines in LENITY_TOKENS.")
+    ] = None,
+    read_token_file: Annotated[
+        Path | None, typer.Option(help="Reading needs a token too: one of this file's, in the same form.")
+    ] = None,
     half_life_rounds: Annotated[float, typer.Option(min=100, help="Memory of the estimates, in rounds.")] = 4000.0,
     log_format: LogFormatOption = LogFormat.auto,
     config: ConfigOption = None,
@@ -62,7 +68,7 @@ def controller(
     if ttl < 3 * tick:
         raise typer.BadParameter(f"a lease of {ttl:g} s must outlast three ticks of {tick:g} s", param_hint="--ttl")
     loop = LoopConfig(tick_s=tick, ttl_s=ttl, half_life_rounds=half_life_rounds)
-    service = Service(ServiceConfig(redis_url, database, tuple(policy), host, port, loop))
+    service = Service(ServiceConfig(redis_url, database, tuple(policy), host, port, loop, tokens_file, read_token_file))
     raise typer.Exit(service.run())
 
 

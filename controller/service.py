@@ -13,6 +13,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from controller.api import BoardServer, create_app
+from controller.auth import Tokens
 from controller.clock import SteadyClock
 from controller.jobs import Ticker
 from controller.loop import FencedOff, LoopConfig, PoolLoop
@@ -36,6 +37,8 @@ class ServiceConfig:
     host: str = "127.0.0.1"
     port: int = 8470
     loop: LoopConfig = field(default_factory=LoopConfig)
+    tokens_file: Path | None = None
+    read_token_file: Path | None = None
 
 
 class Service:
@@ -86,7 +89,15 @@ class Service:
         )
         registry = CollectorRegistry()
         ControllerMetrics(registry, self.board)
-        self.app = create_app(self.board, self.history, ready=self.ready, clock=self.clock.now, registry=registry)
+        self.app = create_app(
+            self.board,
+            self.history,
+            ready=self.ready,
+            clock=self.clock.now,
+            registry=registry,
+            tokens=Tokens.configured(config.tokens_file),
+            read_tokens=None if config.read_token_file is None else Tokens(config.read_token_file),
+        )
         options = uvicorn.Config(
             self.app,
             host=config.host,

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from storage.records import Lease
+
 STATES = (
     "certified",
     "measured",
@@ -35,6 +37,16 @@ class AlertView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """An estimate with its interval; ``None`` where a side has no bound. Bounds on loss are anytime-valid at the
+    policy's confidence, the others 95% by normal approximation."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClassView:
     """One traffic class as of one tick; ``None`` means not known yet, except for ``mu``, where it means infinity.
 
@@ -42,6 +54,12 @@ class ClassView:
     ``requests.<arm>``, ``touches``, ``tokens``, ``target_passes``, ``drafted``, ``examined``, ``accepted``,
     ``request_seconds``, ``forks``, ``scores.<arm>.<metric>`` and ``score_sum.<arm>.<metric>`` with the arms of `ARMS`
     (a forked branch counts under the arm that it stands for). A missing key reads as 0.
+
+    ``estimates`` are named ``acceptance``, ``tokens_per_pass``, ``touches_per_token``, ``loss`` (per request of the
+    window) and ``loss_per_touch``. ``positions`` is the probability to accept at each drafted position, given that it
+    is examined. ``frontier`` are pairs (touches per token, speed against plain decoding), both ascending;
+    ``frontier_at`` is where the knobs in use stand and ``frontier_allowed`` how many touches per token are allowed.
+    ``override`` is what an operator ordered, ``freeze`` or ``lossless``, with who and why.
     """
 
     traffic_class: str
@@ -76,6 +94,20 @@ class ClassView:
     quality_lossless: float | None = None
     requests_in_window: int = 0
     max_loss: float = 0.0
+    metric: str = ""
+    window_s: float = 0.0
+    confidence: float = 0.0
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
+    positions: tuple[float, ...] = ()
+    frontier: tuple[tuple[float, float], ...] = ()
+    frontier_at: tuple[float, float] | None = None
+    frontier_allowed: float | None = None
+    seconds_per_request: float | None = None
+    seconds_to_first_token: float | None = None
+    lease: Lease | None = None
+    override: str | None = None
+    override_who: str | None = None
+    override_why: str | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -232,10 +232,19 @@ class History:
 
     # -- readers -------------------------------------------------------------------------------------------------------
 
-    def points(self, pool: str, cls: str, since: float | datetime | None = None, limit: int = 1000) -> list[Point]:
-        """The newest `limit` points of a class later than `since`, oldest first."""
+    def points(
+        self,
+        pool: str,
+        cls: str,
+        since: float | datetime | None = None,
+        limit: int = 1000,
+        until: float | datetime | None = None,
+    ) -> list[Point]:
+        """The newest `limit` points of a class later than `since` and not later than `until`, oldest first."""
         table = tables.points
         query = _later(select(table).where(table.c.pool == pool, table.c.traffic_class == cls), table.c.time, since)
+        if until is not None:
+            query = query.where(table.c.time <= as_utc(until))
         rows = self._rows(query.order_by(table.c.time.desc()), limit)
         return [Point(pool, cls, row["time"].timestamp(), row["values"]) for row in reversed(rows)]
 

@@ -63,6 +63,7 @@ class World:
     rows: list[Row] = field(default_factory=list)
     fired: list[dict[str, object]] = field(default_factory=list)
     revisions: list[dict[str, object]] = field(default_factory=list)
+    ordered: list[dict[str, object]] = field(default_factory=list)
     lag: float = 0.0
     interval_s: float = 60.0  # long, so that a slow machine is not taken for a stopped loop
     server: ApiServer | None = None
@@ -103,7 +104,7 @@ class World:
         )
         self.board.publish(replace(view, **changes))  # type: ignore[arg-type]
 
-    def points(self, pool: str, cls: str, since: float, limit: int) -> list[Row]:
+    def points(self, pool: str, cls: str, since: float, limit: int, until: float | None = None) -> list[Row]:
         return [row for row in self.rows if row.time > since][-limit:]
 
     def decisions(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[object]:
@@ -114,6 +115,19 @@ class World:
 
     def policy_revisions(self, pool: str, limit: int) -> list[dict[str, object]]:
         return self.revisions
+
+    def find_request(self, request_id: str, pool: str | None = None) -> None:
+        return None
+
+    def operator_log(self, pool: str, limit: int) -> list[dict[str, object]]:
+        return self.ordered[::-1]
+
+    def add_operator_action(
+        self, pool: str, traffic_class: str, action: str, who: str, why: str, now: float, amount: float | None = None
+    ) -> int:
+        row = {"pool": pool, "traffic_class": traffic_class, "action": action, "who": who, "why": why, "time": now}
+        self.ordered.append(row | {"id": len(self.ordered) + 1, "amount": amount})
+        return len(self.ordered)
 
 
 @pytest.fixture(scope="module")

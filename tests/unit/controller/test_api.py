@@ -69,8 +69,9 @@ class FakeHistory:
     rows: list[Row] = field(default_factory=list)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
     broken: bool = False
+    revisions: list[dict[str, Any]] = field(default_factory=list)
 
-    def points(self, pool: str, cls: str, since: float, limit: int) -> list[Row]:
+    def points(self, pool: str, cls: str, since: float, limit: int, until: float | None = None) -> list[Row]:
         if self.broken:
             raise StorageError("sqlite:///secret/path is locked")
         self.asked.append((pool, cls, since, limit))
@@ -84,7 +85,16 @@ class FakeHistory:
         return [AlertView(name="burn", firing=True, detail="fast")]
 
     def policy_revisions(self, pool: str, limit: int) -> list[dict[str, Any]]:
-        return [{"revision": 1, "accepted": True}]
+        return self.revisions[:limit]
+
+    def find_request(self, request_id: str, pool: str | None = None) -> None:
+        return None
+
+    def operator_log(self, pool: str, limit: int) -> list[object]:
+        return []
+
+    def add_operator_action(self, *args: object, **more: object) -> int:
+        raise AssertionError("nothing here orders anything")
 
 
 @dataclass
@@ -211,6 +221,17 @@ def test_series_are_columns_in_order_of_time(world: World) -> None:
     assert world.history.asked == [("demo", "default", NOW, 10)]
 
 
+def test_series_are_thinned_to_steps(world: World) -> None:
+    """A step holds the means of its rows; a step without rows is left out."""
+    start = NOW - NOW % 60
+    world.history.rows = [Row(start + t, {"theta": t / 100, "g": None}) for t in (0.5, 10, 50, 130)]
+    body = world.get("/v1/pools/demo/series?class=default&step=60").json()
+    assert body["time"] == [start, start + 120]
+    assert body["values"]["theta"] == [pytest.approx(60.5 / 300), 1.3]
+    body = world.get(f"/v1/pools/demo/series?class=default&step=60&to={start + 60}").json()
+    assert (body["time"], body["step"]) == ([start], 60)
+
+
 def test_series_keep_the_newest_rows(world: World) -> None:
     world.history.rows = [Row(NOW + i, {"theta": i / 10}) for i in range(10)]
     assert world.get("/v1/pools/demo/series?class=default&limit=2").json()["time"] == [NOW + 8, NOW + 9]
@@ -222,7 +243,23 @@ def test_history_rows_become_plain_json(world: World) -> None:
     ]
     assert world.history.asked == [("demo", "default", None, 3)]
     assert world.get("/v1/pools/demo/alerts").json() == [{"name": "burn", "firing": True, "detail": "fast"}]
-    assert world.get("/v1/pools/demo/policy/revisions").json() == [{"revision": 1, "accepted": True}]
+
+
+def test_revisions_say_what_changed(world: World) -> None:
+    """Each has a diff against the policy in force before it; a refused one is compared too, but not compared with."""
+    texts = {4: "max_loss: 0.03", 3: "max_loss: -1", 2: "max_loss: 0.02", 1: "max_loss: 0.01"}
+    rows = [{"revision": n, "accepted": n != 3, "text": text} for n, text in texts.items()]
+    world.history.revisions = rows
+    found = world.get("/v1/pools/demo/policy/revisions").json()
+    assert [row["revision"] for row in found] == [4, 3, 2, 1]
+    assert "-max_loss: 0.02\n+max_loss: 0.03" in found[0]["diff"]
+    assert found[3]["diff"] is None
+    assert world.get("/v1/pools/demo/policy/revisions?limit=3").json() == found[:3]
+    policy = world.get("/v1/pools/demo/policy").json()
+    assert (policy["active"]["revision"], policy["rejected"]) == (4, None)
+    world.history.revisions = rows[1:]
+    policy = world.get("/v1/pools/demo/policy").json()
+    assert (policy["active"]["revision"], policy["rejected"]["revision"]) == (2, 3)
 
 
 def test_the_real_history_fits(tmp_path: Path) -> None:

@@ -1,249 +1,98 @@
 """YAML to policy, with every fault placed: file, line and dotted key.
 
-The reader takes a small, safe part of YAML: one document, mappings, lists, plain and quoted scalars, anchors and merge
-keys within limits; no tags. Keys are text as written, so that ``on`` and ``yes`` stay words. A key given twice, a key
-that does not exist and a value that cannot be are refused, and all of them are reported at once.
+A key given twice, a key that does not exist and a value that cannot be are refused, and all of them are reported at
+once. `policies.read` reads one file, `policies.compose` puts it on top of what it extends.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from policies.errors import PolicyError
-from policies.model import ClassOverride, Path, Policy
+from policies.compose import Document, Place, alone, compose
+from policies.model import ClassOverride, Policy
+from policies.read import MAX_BYTES, InvalidPolicy, Path, dotted, dump_yaml, read_text
 from policies.scalars import format_duration, looks_numeric, shown
 
-MAX_BYTES = 64 * 1024
-MAX_DEPTH = 16
-MAX_VALUES = 5_000
+__all__ = ["MAX_BYTES", "InvalidPolicy", "Loaded", "load", "load_policy", "parse_policy", "read_text", "to_yaml"]
+
 MAX_FAULTS = 20
-_NULLS = ("", "~", "null", "Null", "NULL")
-_BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_MERGE = "<<"
 
 
-class InvalidPolicy(PolicyError):
-    """A document that cannot be used; the first fault is the error itself, the rest are in ``others``."""
+@dataclass(frozen=True)
+class Loaded:
+    """A policy, its self-contained text, the files that it was read from (its own first), and where ``pool`` stands."""
 
-    def __init__(self, message: str, *, path: str, line: int, key: str | None = None) -> None:
-        super().__init__(message, path=path, line=line, key=key)
-        self.others: tuple[InvalidPolicy, ...] = ()
+    policy: Policy
+    text: str
+    sources: tuple[str, ...]
+    pool_at: Place
+
+
+def load(path: str | FilePath) -> Loaded:
+    """The policy in the file at ``path`` on top of what it extends; raises PolicyError as `load_policy`."""
+    return validate(compose(str(path), read_text))
 
 
 def load_policy(path: str | FilePath) -> Policy:
     """The policy in the file at ``path``; raises PolicyError, without a line where the file cannot be read at all."""
-    return parse_policy(read_text(path), str(path))
+    return load(path).policy
 
 
 def parse_policy(text: str, path: str = "<policy>") -> Policy:
     """The policy in ``text``; raises PolicyError that names ``path``, the line (from 1) and the dotted key."""
-    return parse_with_lines(text, path)[0]
+    return validate(alone(text, path)).policy
 
 
-def parse_with_lines(text: str, path: str = "<policy>") -> tuple[Policy, dict[Path, int]]:
-    """As `parse_policy`, and the line of every key and list item that the document writes, by path."""
-    data, lines = _read(text, path)
+def validate(document: Document) -> Loaded:
+    """The policy that ``document`` describes; raises InvalidPolicy with every fault."""
     try:
-        return Policy.model_validate(data), lines
+        policy = Policy.model_validate(document.data)
     except ValidationError as e:
         # A missing key comes last: where one is misspelt, the misspelling says more.
-        faults = sorted(_faults(e, data, lines, path), key=lambda f: (f.message == _WORDS["missing"], f.line or 0))
+        order = {name: i for i, name in enumerate(document.sources)}
+        faults = sorted(
+            _faults(e, document.data, document.places, document.sources[0]),
+            key=lambda f: (f.message == _WORDS["missing"], order.get(f.path, 0), f.line or 0),
+        )
         faults = faults[:MAX_FAULTS]
+    else:
+        return Loaded(policy, document.text, document.sources, document.places[("pool",)])
     faults[0].others = tuple(faults[1:])
     raise faults[0]
 
 
 def to_yaml(policy: Policy) -> str:
     """Canonical text of ``policy`` (`Policy.document`); `parse_policy` reads it back as an equal policy."""
-    return yaml.safe_dump(policy.document(), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(policy.document())
 
 
-def read_text(path: str | FilePath) -> str:
-    """The text of a policy file; raises PolicyError for what is not a readable UTF-8 file of sensible size."""
-    file = FilePath(path)
-    try:
-        if not file.is_file():
-            state = "is not a regular file" if file.exists() else "does not exist"
-            raise PolicyError(f"the policy file {state}", path=str(path))
-        with file.open("rb") as f:
-            raw = f.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as e:
-        reason = getattr(e, "strerror", None) or str(e)
-        raise PolicyError(f"the policy file cannot be read: {reason}", path=str(path)) from e
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        if len(raw) > MAX_BYTES:
-            return raw.decode("latin-1")  # refused for its size, which is the greater trouble
-        raise InvalidPolicy("not UTF-8 text", path=str(path), line=raw[: e.start].count(b"\n") + 1) from e
+def _faults(error: ValidationError, data: Any, places: Mapping[Path, Place], path: str) -> Iterator[InvalidPolicy]:
+    def at(where: Path, message: str, key: Path) -> InvalidPolicy:
+        while where and where not in places:
+            where = where[:-1]
+        file, line = places.get(where, (path, 1))
+        return InvalidPolicy(message, path=file, line=line, key=dotted(key))
 
-
-class _Reader(yaml.SafeLoader):
-    """Composes nodes (never constructs objects), without tags and within limits of depth and size."""
-
-    depth = 0
-    nodes = 0
-
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        self.nodes += 1
-        if self.nodes > MAX_VALUES:
-            raise _Refused(f"more than {MAX_VALUES} values", _line(event))
-        if self.depth >= MAX_DEPTH:
-            raise _Refused(f"nested more than {MAX_DEPTH} deep", _line(event))
-        if getattr(event, "tag", None) not in (None, "!"):
-            raise _Refused("tags such as !!str are not used in a policy; quote text instead", _line(event))
-        self.depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
-
-
-class _Refused(Exception):
-    def __init__(self, message: str, line: int, key: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.line, self.key = message, line, key
-
-
-def _read(text: str, path: str) -> tuple[dict[str, Any], dict[Path, int]]:
-    """Plain data, and the line of every key and list item."""
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        raise InvalidPolicy(f"larger than {MAX_BYTES // 1024} KiB; this is not a policy", path=path, line=1)
-    reader = None
-    try:
-        reader = _Reader(text)
-        root = reader.get_single_node()
-        if root is None:
-            raise _Refused("the document is empty", 1)
-        if not isinstance(root, MappingNode):
-            raise _Refused("a policy is a mapping of keys, starting with version: lenity/v1", _line(root))
-        plain = _Plain()
-        return plain.value(root, ()), plain.lines
-    except _Refused as e:
-        raise InvalidPolicy(e.message, path=path, line=e.line, key=e.key) from None
-    except yaml.reader.ReaderError as e:
-        line = text.count("\n", 0, e.position) + 1
-        raise InvalidPolicy("a character that YAML does not allow", path=path, line=line) from e
-    except yaml.MarkedYAMLError as e:
-        mark = e.problem_mark or e.context_mark
-        what = ", ".join(part for part in (e.context, e.problem) if part)
-        if "expected a single document" in what:
-            what = "holds more than one document; write one policy per file"
-        raise InvalidPolicy(f"not valid YAML: {what}", path=path, line=mark.line + 1 if mark else 1) from e
-    except (yaml.YAMLError, ValueError, OverflowError) as e:
-        # PyYAML lets some of Python's own errors through, for instance for "\UFFFFFFFF".
-        line = reader.line + 1 if reader is not None else 1
-        raise InvalidPolicy(f"not valid YAML: {e}", path=path, line=line) from e
-
-
-class _Plain:
-    """Turns composed nodes into dicts, lists and scalars; remembers lines; counts what aliases expand to."""
-
-    def __init__(self) -> None:
-        self.lines: dict[Path, int] = {}
-        self.values = 0
-        self.open: set[int] = set()
-
-    def value(self, node: Node, path: Path) -> Any:
-        self.values += 1
-        if self.values > MAX_VALUES:
-            raise _Refused("aliases expand to too many values", _line(node), _dotted(path))
-        if isinstance(node, ScalarNode):
-            return _scalar(node)
-        if id(node) in self.open:
-            raise _Refused("an alias refers to what it is part of", _line(node), _dotted(path))
-        self.open.add(id(node))
-        try:
-            if isinstance(node, MappingNode):
-                return self.mapping(node, path)
-            return [self.item(child, (*path, str(i))) for i, child in enumerate(node.value)]
-        finally:
-            self.open.discard(id(node))
-
-    def item(self, node: Node, path: Path) -> Any:
-        self.lines[path] = _line(node)
-        return self.value(node, path)
-
-    def mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
-        """Keys in the order written; what a merge key brings comes first, so that keys written here win."""
-        result: dict[str, Any] = {}
-        seen: dict[str, int] = {}
-        merged = [value for key, value in node.value if _key(key, path) == _MERGE]
-        for source in merged:
-            for part in source.value if isinstance(source, SequenceNode) else [source]:
-                if not isinstance(part, MappingNode):
-                    raise _Refused("<< merges a mapping or a list of mappings", _line(part), _dotted(path))
-                for name, value in self.value(part, path).items():
-                    result.setdefault(name, value)
-        for key_node, value_node in node.value:
-            name = _key(key_node, path)
-            here, line = (*path, name), _line(key_node)
-            if name in seen:
-                raise _Refused(f"given twice, first on line {seen[name]}", line, _dotted(here))
-            seen[name] = line
-            if name != _MERGE:
-                result[name] = self.value(value_node, here)
-                self.lines[here] = line
-        return result
-
-
-def _key(node: Node, path: Path) -> str:
-    if not isinstance(node, ScalarNode):
-        raise _Refused("a key must be a plain word", _line(node), _dotted(path))
-    return str(node.value)
-
-
-def _scalar(node: ScalarNode) -> str | float | int | bool | None:
-    text = str(node.value)
-    if node.style is not None:
-        return text
-    if text in _NULLS:
-        return None
-    if text in _BOOLEANS:
-        return _BOOLEANS[text]
-    if not looks_numeric(text):
-        return text
-    number = int(text) if text.lstrip("+-").isdigit() else float(text)
-    return number if math.isfinite(number) else text
-
-
-def _line(at: Any) -> int:
-    return int(at.start_mark.line) + 1
-
-
-def _dotted(path: Sequence[str]) -> str | None:
-    return ".".join(part if part.isidentifier() and part.isascii() else _quoted(part) for part in path) or None
-
-
-def _quoted(part: str) -> str:
-    plain = part.isprintable() and part and not set(part) & set(" .'\"")
-    return part if plain and len(part) <= 128 else shown(part)
-
-
-def _faults(error: ValidationError, data: Any, lines: dict[Path, int], path: str) -> Iterator[InvalidPolicy]:
     for fault in error.errors(include_url=False):
         where: Path = tuple(str(part) for part in fault["loc"] if part != "[key]")
         context = fault.get("ctx", {})
         if fault["type"] == "conflict":
             for candidates, text in context["faults"]:
-                chosen = next((c for c in candidates if c in lines), candidates[0])
+                chosen = next((c for c in candidates if c in places), candidates[0])
                 unwritten = chosen != candidates[0]
-                message = f"the default of {_dotted(candidates[0])} {text}; write it out" if unwritten else text
-                yield InvalidPolicy(message, path=path, line=_nearest(chosen, lines), key=_dotted(chosen))
+                message = f"the default of {dotted(candidates[0])} {text}; write it out" if unwritten else text
+                yield at(chosen, message, chosen)
         elif fault["type"] != "default_factory_not_called":  # the generated alerts wait for a valid objective
             message = _message(fault["type"], fault["msg"], context, where, _dig(data, where))
             if fault["loc"][-1] == "[key]":
                 message = "a class name must be letters, digits and . _ : - (at most 128)"
-            yield InvalidPolicy(message, path=path, line=_nearest(where, lines), key=_dotted(where))
+            yield at(where, message, where)
 
 
 _WORDS = {
@@ -277,7 +126,7 @@ def _message(kind: str, given: str, context: dict[str, Any], where: Path, value:
 def _suggestion(where: Path) -> str:
     """The closest key that exists here, or the section that the key belongs to."""
     section, name = where[:-1], where[-1]
-    known = _known(section)
+    known = _known(section) + ([] if section else ["extends"])
     close = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
     elsewhere = [
         s for s in ("objective", "leniency", "evidence", "block", "pull_back", "alerts") if name in _known((s,))
@@ -310,12 +159,6 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
-
-
-def _nearest(where: Path, lines: dict[Path, int]) -> int:
-    while where and where not in lines:
-        where = where[:-1]
-    return lines.get(where, 1)
 
 
 def _dig(data: Any, where: Path) -> Any:

@@ -231,7 +231,7 @@ def test_every_key_is_in_the_reference() -> None:
         "alerts": Alerts,
     }
     assert set(Policy.model_fields) == {"version", "pool", "classes", *sections}
-    expected = {"version", "pool", "classes"}
+    expected = {"version", "pool", "classes", "extends"}
     expected |= {f"{name}.{field}" for name, model in sections.items() for field in model.model_fields}
     expected |= {f"alerts.page.{field}" for field in PageEntry.model_fields}
     expected |= {f"objective.also.{field}" for field in MetricEntry.model_fields}

@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[worker,postgres,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[worker,postgres,otel,dev]"
 	touch $@
 
 demo: $(VENV)/.installed

@@ -50,6 +50,7 @@ PEERS = {
     "redis-server": (_redis_server, "apt-get install -y redis-server"),
     "postgresql": (_postgres, "apt-get install -y postgresql"),
     "chromium": (lambda: shutil.which("chromium"), "apt-get install -y chromium"),
+    "systemd": (lambda: shutil.which("systemd-analyze"), "apt-get install -y systemd"),
 }
 
 

@@ -45,7 +45,7 @@ class Batch:
 
 
 class Boot:
-    """The block numbers seen of one start of one worker: first, highest, and the stretches below it that are missing."""
+    """The block numbers seen of one start of one worker: first, highest, and the stretches between that are missing."""
 
     def __init__(self, first: int, last: int, missing: Iterable[Sequence[int]] = ()):
         self.first, self.last = first, last

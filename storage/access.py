@@ -7,7 +7,7 @@ A worker appends telemetry and reads leases: it can neither write a lease nor re
 
 from __future__ import annotations
 
-_CONNECT = "+ping +select +client|setname +client|setinfo"
+_CONNECT = "+ping +select +client|setname"
 
 ACL_RULES = {
     "worker": (

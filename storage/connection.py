@@ -67,6 +67,26 @@ def fence_key(pool: str, traffic_class: str) -> str:
     return f"lenity:{{{pool}}}:fence:{traffic_class}"
 
 
+def leader_key(pool: str) -> str:
+    """The heartbeat of the controller that leads a pool."""
+    return f"lenity:{{{pool}}}:leader"
+
+
+def epoch_key(pool: str) -> str:
+    """The highest epoch that ever led a pool; it outlives the database."""
+    return f"lenity:{{{pool}}}:epoch"
+
+
+def members_key(pool: str) -> str:
+    """The controllers that could lead a pool."""
+    return f"lenity:{{{pool}}}:controllers"
+
+
+def turn_key(job: str) -> str:
+    """Which turn of a job was taken last."""
+    return f"lenity:{{jobs}}:{job}"
+
+
 def attempt(call: Callable[[], T], what: str) -> T:
     """Call; once more after a short pause when the connection failed. Only for what may safely be repeated."""
     for tries in range(_ATTEMPTS):

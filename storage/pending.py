@@ -44,7 +44,7 @@ class Pending:
     def take_over(self, idle_s: float) -> None:
         """Claim what other consumers hold that have been idle for `idle_s` seconds; forget those that hold nothing."""
         least = int(idle_s * 1000)
-        for found in cast("list[dict[str, Any]]", self._client.xinfo_consumers(self._key, self._group)):
+        for found in self._client.xinfo_consumers(self._key, self._group):
             name = found["name"].decode()
             if name in (self._consumer, self._late) or found["idle"] < least:
                 continue

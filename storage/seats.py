@@ -1,4 +1,4 @@
-"""Which controller sits on a pool, as the stream server knows it: a heartbeat, the members that wait, and turns of jobs.
+"""Who leads a pool, as the stream server knows it: a heartbeat, the controllers that wait beside it, and turns of jobs.
 
 The heartbeat only says when it is worth while to claim a pool, and keeps two from claiming at once. What keeps two from
 steering is the epoch (storage.leader): it is claimed in the database and checked by every write.

@@ -118,7 +118,7 @@ def test_a_wrong_password_is_an_error_that_does_not_tell_it(
     as_role("worker")
     path = stream_server.url.removeprefix("unix://")
     wrong = connect(f"unix://lenity-worker:guess@{path}")
-    with pytest.raises(StorageError, match="(?i)password|WRONGPASS") as caught:
+    with pytest.raises(StorageError, match=r"(?i)password|WRONGPASS") as caught:
         LeaseStore(wrong).read("p", "default")
     assert "guess" not in str(caught.value)
     wrong.close()
@@ -147,7 +147,7 @@ def test_an_encrypted_connection_checks_the_certificate(tmp_path: Path) -> None:
 
             wait_until(answers)
             trusted.close()
-            with pytest.raises(StorageError, match="(?i)certificate"):
+            with pytest.raises(StorageError, match=r"(?i)certificate"):
                 StreamWriter(connect(f"valkeys://localhost:{port}"), "p").append([a_score("p")])
         finally:
             server.terminate()

@@ -264,11 +264,6 @@ def curve_of(rule: str, blocks: Sequence[Scalars]) -> Curve:
     return estimator.curve()
 
 
-def setting(curve: Curve, theta: float) -> int:
-    """The recorded setting of a knob at full weight."""
-    return int(curve.settings.bounds[round(theta * curve.settings.levels) + 1]) - 1
-
-
 def frozen(rule: str, curve: Curve, played: Played, rng: np.random.Generator) -> dict[str, list[float]]:
     """Deviations in standard errors at each knob, of accepted tokens and touches: of the curve, and of the control."""
     first, second = (
@@ -283,7 +278,7 @@ def frozen(rule: str, curve: Curve, played: Played, rng: np.random.Generator) ->
         a, a0 = accept_prob(get_rule(rule), second, theta), lossless_accept(second)
         alive = np.cumprod(u <= a, axis=1)
         counts = alive.sum(axis=1), ((u > a0) & (alive > 0)).sum(axis=1)
-        i = setting(curve, theta)
+        i = curve.settings.level_of(theta)
         b, b0 = accept_prob(get_rule(rule), first, theta), lossless_accept(first)
         rate, drift = ((v * examined).sum(axis=0) / examined.sum(axis=0) for v in (b, b - b0))
         before = np.cumprod(np.concatenate(([1.0], rate)))
@@ -316,7 +311,7 @@ def measure(
             run = ends.get(theta) or play(pair, fresh, rule, theta, seed=1000)
             if theta in (0.0, 1.0):
                 ends[theta] = run
-            i = setting(curve, theta)
+            i = curve.settings.level_of(theta)
             tokens = float(curve.tokens[i, G])
             touches = float(curve.touches[i, G]) / tokens
             rows.append(

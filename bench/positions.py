@@ -79,7 +79,7 @@ def measure(recorded: int, decoded: int, check: bool) -> dict[str, Any]:
                 "uniform": round(even, 4),
                 "front": round(early, 4),
                 "path": round(float(plan.front.tokens[G]), 4),
-                "path_theta": curve.settings.theta_of(int(plan.front.level[G])),
+                "path_theta": float(curve.settings.theta[plan.front.level[G]]),
                 "gain": round(early / even - 1, 5),
             }
             if check and theta == THETAS[0] and allowed in (0.01, 0.04):

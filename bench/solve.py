@@ -28,14 +28,18 @@ def curves(count: int, seed: int = 0) -> list[Curve]:
         contexts = 16
         a0 = rng.beta(rng.uniform(1, 6), 1, size=(contexts, G_MAX))
         jump = rng.uniform(0, 1.2, size=(contexts, G_MAX))
-        full = np.where(settings.theta[:, None, None] >= jump, 1.0, a0)
-        accept = a0 + settings.rho[:, None, None] * (full - a0)
+        full = np.where((settings.theta[:, None, None] >= jump) & (settings.theta > 0)[:, None, None], 1.0, a0)
+        accept = np.maximum(a0, full)
         after = np.cumprod(accept, axis=2)
         before = np.concatenate((np.ones_like(after[:, :, :1]), after[:, :, :-1]), axis=2)
         reach = np.concatenate((np.ones((len(settings), 1)), after.mean(axis=1)), axis=1)
         touched = np.cumsum((before * (accept - a0)).mean(axis=1), axis=1)
         touches = np.concatenate((np.zeros((len(settings), 1)), touched), axis=1)
-        made.append(Curve(settings, reach, touches, 0.02 * reach, 0.1 * touches, np.full(G_MAX + 1, 500.0)))
+        by_depth = np.ones((len(settings), G_MAX + 1, G_MAX + 1))
+        for k in range(G_MAX + 1):
+            mixed = np.where(np.arange(G_MAX) < k, accept, a0)
+            by_depth[:, k, 1:] = np.cumprod(mixed, axis=2).mean(axis=1)
+        made.append(Curve(settings, reach, touches, 0.02 * reach, 0.1 * touches, by_depth, np.full(G_MAX + 1, 500.0)))
     return made
 
 

@@ -9,6 +9,9 @@ model whatever the knob, so the products of acceptance along a round,
 can be averaged for *every* setting of the rule at once, from the same rounds (docs/mathematics.md). Averaging per
 position over examined tokens would be wrong: which contexts are examined depends on the knob in use.
 
+The same for rounds that are lenient at their first k positions only, where A0 goes on from there: per k one matrix
+product of the lenient products up to k with the lossless ones from there on, which costs little beside the rest.
+
 Rounds differ in how many tokens they drafted, so reach and touches are chained: a position's conditional acceptance and
 touch rate are ratios of sums over the rounds that drafted that far. With equal lengths this is the plain mean of the
 products. A position with fewer than `BORROW_BELOW` effective rounds borrows the missing weight from the conditional
@@ -62,6 +65,9 @@ class CurveEstimator:
         # touches up to j and their squares; then the weights and squared weights.
         self._accept, self._before, self._touch = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._touches, self._touches_sq = np.zeros(shape), np.zeros(shape)
+        # Lenient at the first k positions only: products up to j > k and before j, by level from 1 and pair (k, j).
+        self._pairs = np.triu_indices(g_max, 1)
+        self._deep = np.zeros((2, len(self.settings) - 1, len(self._pairs[0])))
         self._weight, self._weight_sq = np.zeros(g_max), np.zeros(g_max)
         self._acceptance = np.zeros(2)  # weighted accepted and examined tokens
         self._open = np.zeros((2, len(self.settings)))  # residual sums of the open cluster: accepted, touches
@@ -92,7 +98,7 @@ class CurveEstimator:
         rounds = Rounds.of(block, self.g_max)
         if rounds is None:
             return
-        products = self._products(block, rounds)
+        products, lossless = self._products(block, rounds)
         count = len(rounds.length)
         decay = 0.5 ** (1.0 / self.half_life_rounds)
         weight = decay ** np.arange(count - 1, -1, -1, dtype=np.float64)
@@ -104,13 +110,14 @@ class CurveEstimator:
             getattr(self, name)[:, :g] += _weighted(weight, w, values)
         self._weight[:g] += w.sum(axis=0)
         self._weight_sq[:g] += (w * w).sum(axis=0)
+        self._go_on_losslessly(products[0], lossless, w)
         flags = block.flags[rounds.drafted]
         for i, bits in enumerate((EXAMINED | ACCEPTED, EXAMINED)):
             self._acceptance[i] += float((w * ((flags & bits) == bits)).sum())
 
     def forget(self, keep: float) -> None:
         """Scale the weight of everything remembered by ``keep`` in [0, 1], so that new rounds outweigh it sooner."""
-        for name in (*self._BY_SETTING, "_weight", "_acceptance", "_clusters"):
+        for name in (*self._BY_SETTING, "_deep", "_weight", "_acceptance", "_clusters"):
             getattr(self, name)[...] *= keep
         self._weight_sq *= keep * keep
 
@@ -121,7 +128,8 @@ class CurveEstimator:
             raise TooFewSamples(f"no drafted round of rule {self.rule!r} in memory")
         reach, touches = self._chain(n)
         reach_se, touches_se = self._errors(n, reach, touches)
-        return Curve(self.settings, reach, touches, reach_se, touches_se, np.concatenate((n[:1], n)))
+        by_depth = self._by_depth(n, reach)
+        return Curve(self.settings, reach, touches, reach_se, touches_se, by_depth, np.concatenate((n[:1], n)))
 
     def _n_eff(self) -> F:
         """Effective rounds by position: Kish's size, at most what the remembered weight can carry; shape [g_max]."""
@@ -145,16 +153,33 @@ class CurveEstimator:
             touches[:, j + 1] = touches[:, j] + reach[:, j] * np.minimum(1.0, rate[:, j])
         return reach, touches
 
+    def _by_depth(self, n: F, reach: F) -> F:
+        """Reach by depth and position, shape [S, g_max + 1, g_max + 1]; what is missing is borrowed from lossless."""
+        g, (k, j) = self.g_max, self._pairs
+        ratio = np.ones((len(self.settings), g + 1, g + 1))
+        alone = reach[0, 1:] / np.where(reach[0, :-1] > 0, reach[0, :-1], 1.0)
+        accept, before = self._deep
+        seen = before > 0
+        mix = np.minimum(1.0, n[j] / BORROW_BELOW) * seen
+        own = np.minimum(1.0, accept / np.where(seen, before, 1.0))
+        ratio[1:, k + 1, j + 1] = mix * own + (1 - mix) * alone[j]
+        ratio[0, k + 1, j + 1] = alone[j]
+        ratio[:, 0, 1:] = alone
+        lenient = np.tri(g + 1, dtype=bool)  # j <= k
+        found = np.where(lenient, reach[:, None, :], 1.0)
+        last = np.diagonal(found, axis1=1, axis2=2)  # reach at k itself
+        return np.asarray(
+            np.where(lenient, found, last[:, :, None] * np.cumprod(np.where(lenient, 1.0, ratio), axis=2))
+        )
+
     def _errors(self, n: F, reach: F, touches: F) -> tuple[F, F]:
         """Standard errors of `_chain`'s arrays.
 
         The smaller of two upper estimates: the spread of whole rounds that drafted that far, and the error at the
         position before plus that of the conditional rate (at most that of as many coin flips as rounds arrived there).
-        Both are inflated by the measured correlation of rounds. One unseen touch in all the effective rounds, times
-        rho, is added.
+        Both are inflated by the measured correlation of rounds. One unseen touch in all the effective rounds is added.
         """
         inflate_reach, inflate_touches = self._inflation()
-        rho = self.settings.rho
         reach_se, touches_se = np.zeros_like(reach), np.zeros_like(touches)
         weight = np.where(self._weight > 0, self._weight, 1.0)
         spread = np.maximum(0.0, self._touches_sq / weight - (self._touches / weight) ** 2)
@@ -175,8 +200,7 @@ class CurveEstimator:
                 chained_touches = np.minimum(chained_touches, np.sqrt(spread[:, j] / m * inflate_touches))
             reach_se[:, j + 1] = chained
             touches_se[:, j + 1] = chained_touches
-        unseen_touch = np.concatenate(([0.0], rho[1:] / max(float(n[0]), 1.0)))
-        touches_se[:, 1:] = np.hypot(touches_se[:, 1:], unseen_touch[:, None])
+        touches_se[1:, 1:] = np.hypot(touches_se[1:, 1:], 1 / max(float(n[0]), 1.0))
         return reach_se, touches_se
 
     def _inflation(self) -> tuple[float, float]:
@@ -193,12 +217,12 @@ class CurveEstimator:
             found.append(min(MOST_INFLATION, max(1.0, blended)))
         return found[0], found[1]
 
-    def _products(self, block: TokenBlock, rounds: Rounds) -> tuple[Singles, ...]:
-        """Per round, setting and position (shape [rounds, S, g]) the quantities that `_BY_SETTING` sums."""
+    def _products(self, block: TokenBlock, rounds: Rounds) -> tuple[tuple[Singles, ...], Singles]:
+        """Per round, level and position (shape [rounds, S, g]) what `_BY_SETTING` sums; and A0, [rounds, g]."""
         at = rounds.drafted
         scalars = Scalars(*(getattr(block, name)[at][:, None, :] for name in Scalars._fields))
-        theta, rho = (v.astype(np.float32)[:, None] for v in (self.settings.theta, self.settings.rho))
-        accept: Singles = accept_prob(get_rule(self.rule), scalars, theta, rho)
+        theta = self.settings.theta.astype(np.float32)[:, None]
+        accept: Singles = accept_prob(get_rule(self.rule), scalars, theta)
         lossless = accept[:, :1]
         pinned = (block.flags[at] & PINNED) > 0
         if pinned.any():
@@ -211,7 +235,19 @@ class CurveEstimator:
             np.multiply(before[:, :, j], accept[:, :, j], out=after[:, :, j])
         touch = before * (accept - lossless)
         touches = np.cumsum(touch, axis=2)
-        return after, before, touch, touches, touches * touches
+        return (after, before, touch, touches, touches * touches), lossless[:, 0]
+
+    def _go_on_losslessly(self, after: Singles, lossless: Singles, weight: F) -> None:
+        """Add the products that are lenient up to each position and lossless after it; ``weight`` is [rounds, g]."""
+        g, w = after.shape[2], weight.astype(np.float32)
+        lenient = np.ascontiguousarray(after[:, 1:].transpose(2, 1, 0))  # [g, levels, rounds]
+        first = 0
+        for k in range(g - 1):
+            alone = np.cumprod(lossless[:, k + 1 :], axis=1)
+            before = np.concatenate((np.ones_like(alone[:, :1]), alone[:, :-1]), axis=1)
+            for sums, part in zip(self._deep, (alone, before), strict=True):
+                sums[:, first : first + g - 1 - k] += lenient[k] @ (w[:, k + 1 :] * part)
+            first += self.g_max - 1 - k
 
     def _remember_correlation(self, products: tuple[Singles, ...], length: Ints) -> None:
         """Add the rounds' residuals, against what was expected before this block, to the open cluster."""
@@ -239,7 +275,7 @@ class CurveEstimator:
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able state from which `from_state` goes on bit for bit."""
-        names = (*self._BY_SETTING, *self._SCALARS, "_weight", "_weight_sq", "_open")
+        names = (*self._BY_SETTING, *self._SCALARS, "_deep", "_weight", "_weight_sq", "_open")
         s = self.settings
         return {
             "rule": self.rule,

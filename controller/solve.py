@@ -1,17 +1,19 @@
 """The block length and knob that give the most tokens per second within an allowed drift.
 
-With reach and touches along the path of knobs (`controller.curve`) and measured seconds,
+With reach and touches by level of theta, depth k and block length g (`controller.curve`) and measured seconds,
 
-    tokens per round   N(g, s) = 1 + S_1 + ... + S_g
+    tokens per round   N = 1 + S_1 + ... + S_g
     time per round     T(g)    = draft(g) + verify(g + 1 wide) + overhead
-    touches per token  D(g, s) = touches of a round up to g / N
-    solve              min T / N  over integer g in [0, g_max] and s on the path,  subject to  D <= d_allowed
+    touches per token  D = touches of a round up to min(k, g) / N
+    solve              min T / N  over integer g in [0, g_max], levels, real k in [0, g],  subject to  D <= d_allowed
 
-`frontier` finds, for each g, the knob that emits the most tokens within the allowance: the path is climbed until the
-first recorded setting that breaks it, and on that level rho is found by `scipy.optimize.brentq`. It stops at the
-first break even if estimates dip again further on (noise, and less lenient knobs cost less per touch). T does not
-enter, so one `Plan` serves every batch size; its `pick` takes the fastest g and certifies it. `solve` does both. g = 0
-is plain decoding.
+`frontier` finds, for each g, the knob that emits the most tokens within the allowance. Levels are climbed with leniency
+at all positions until the first that breaks it; estimates that dip again further on are noise. On that level the depth
+is brought down until the allowance is met: touches and tokens are straight lines between whole depths, so where they
+meet is a quotient. Where a level breaks only because too few rounds are known to rule touches out, no touch would be
+spent there: the next level whose touches were seen (at least as many as the error is large) is tried beside it.
+T does not enter, so one `Plan` serves every batch size; its `pick` takes the fastest g and certifies it. `solve` does
+both. g = 0 is plain decoding.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq
 
 from controller.curve import Curve, F, Ints
 from policies.errors import Infeasible, SolveError, TooFewSamples
+from storage.records import MAX_DEPTH
 
 _SLACK = 1e-9  # relative tolerance of the constraint, for rounding
 
@@ -33,7 +35,8 @@ _SLACK = 1e-9  # relative tolerance of the constraint, for rounding
 class Solution:
     """A block length and knob with what they are expected to do. Seconds and passes are per emitted token.
 
-    ``s`` is the path parameter of (theta, rho). ``touches_per_token`` is the estimate, ``touches_per_token_upper`` the
+    ``s`` in [0, 1] says how far up the path that is: ``(level - 1 + depth / g) / levels``. ``rho`` is 1, or 0 without
+    leniency; ``depth`` is as in `storage.records.KnobRow`. ``touches_per_token`` is the estimate, ``touches_per_token_upper`` the
     pessimistic value that was held to ``d_allowed`` (kept here, at most 1). ``plain_*`` is g = 0, ``lossless_*`` the
     best g without leniency; speedups are over those. ``budget_value`` is -dL/d(d_allowed): passes of plain decoding
     (L = seconds per token / plain seconds per token) saved per unit of drift; finite also at zero allowance, 0 where
@@ -44,6 +47,7 @@ class Solution:
     g: int
     theta: float
     rho: float
+    depth: float
     s: float
     tokens_per_round: float
     touches_per_token: float
@@ -61,80 +65,75 @@ class Solution:
 
 @dataclass(frozen=True)
 class Frontier:
-    """For each block length (arrays of shape [g_max + 1]) the knob with the most tokens within the allowance."""
+    """For each block length (arrays of shape [g_max + 1]) the knob with the most tokens within the allowance.
+
+    ``depth`` is 0 where ``level`` is, g where the rule is lenient at all positions.
+    """
 
     level: Ints
-    rho: F
+    depth: F
     tokens: F
     touches_upper: F  # per round
+
+    def knobs(self, curve: Curve, g: int) -> tuple[float, float, float]:
+        """(theta, rho, depth) as a lease says them, at block length ``g``."""
+        level, depth = int(self.level[g]), float(self.depth[g])
+        if g == 0 or level == 0 or depth == 0:
+            return 0.0, 0.0, MAX_DEPTH
+        return float(curve.settings.theta[level]), 1.0, depth if depth < g else MAX_DEPTH
 
 
 def frontier(
     curve: Curve, *, d_allowed: float, max_theta: float = 1.0, pessimism: float = 1.0, g_max: int | None = None
 ) -> Frontier:
-    """The best knob on the path for each block length up to ``g_max`` (the curve's by default).
+    """The best knob for each block length up to ``g_max`` (the curve's by default).
 
     ``d_allowed`` is touches per emitted token, >= 0, held by touches plus ``pessimism`` standard errors. ``max_theta``
     closes the levels above it. Raises as `solve` does.
     """
     g_max = _check(curve, d_allowed, max_theta, pessimism, g_max)
-    settings, columns = curve.settings, slice(0, g_max + 1)
-    open_ = settings.theta <= max_theta + 1e-12
+    columns, every = slice(0, g_max + 1), np.arange(g_max + 1)
     upper, tokens = curve.touches_upper(pessimism)[:, columns], curve.tokens[:, columns]
-    broken = (upper > d_allowed * tokens * (1 + _SLACK)) & open_[:, None]
-    # Settings before the first broken one are free to take; the first row (lossless) is never broken.
+    open_ = (curve.settings.theta <= max_theta + 1e-12)[:, None]
+    broken = (upper > d_allowed * tokens * (1 + _SLACK)) & open_
+    # Levels before the first broken one are free to take; lossless is never broken.
     stop = np.where(broken.any(axis=0), broken.argmax(axis=0), np.count_nonzero(open_))
-    free = np.arange(len(settings))[:, None] < stop
-    best = np.where(free, tokens, -1.0).argmax(axis=0)
-    every = np.arange(g_max + 1)
-    level, rho = settings.level[best], settings.rho[best].copy()
-    most, touches = tokens[best, every], upper[best, every]
-    for g in range(1, g_max + 1):
-        if broken[:, g].any() and d_allowed > 0:
-            right = int(stop[g])
-            found, count, touched = _last_within(curve, upper[:, g], right, g, d_allowed)
-            if count > most[g]:
-                level[g], rho[g], most[g], touches[g] = settings.level[right], found, count, touched
-    return Frontier(level, rho, most, touches)
+    level = np.where(np.arange(len(open_))[:, None] < stop, tokens, -1.0).argmax(axis=0)
+    depth = np.where(level > 0, every, 0).astype(np.float64)
+    most, touches = tokens[level, every].copy(), upper[level, every].copy()
+    if d_allowed > 0:
+        seen = broken & (2 * curve.touches[:, columns] >= upper)
+        for which in (broken, seen):
+            tried, some = which.argmax(axis=0), which.any(axis=0)
+            at, count, touched = _as_deep_as_allowed(curve, tried, upper, g_max, d_allowed)
+            better = some & (count > most)
+            level[better], depth[better] = tried[better], at[better]
+            most[better], touches[better] = count[better], touched[better]
+    return Frontier(level, depth, most, touches)
 
 
-def _last_within(curve: Curve, upper: F, right: int, g: int, d_allowed: float) -> tuple[float, float, float]:
-    """(rho, tokens, touches) where D meets the allowance between the setting before ``right`` and it, which breaks it.
+def _as_deep_as_allowed(curve: Curve, level: Ints, upper: F, g_max: int, d_allowed: float) -> tuple[F, F, F]:
+    """(depth, tokens, touches) with the most tokens on ``level[g]``, for each g, before D first exceeds the allowance.
 
-    The bounds of `Curve.at`, as scalars: tokens are a straight line in rho, touches a power of it.
+    Candidates are the whole depths up to there and the place itself, since in between both are straight lines.
     """
-    settings = curve.settings
-    left = right - 1
-    high = float(settings.rho[right])
-    if settings.level[left] != settings.level[right]:  # the level's first setting: between lossless and it
-        tokens = float(np.minimum(curve.reach[0, : g + 1], curve.reach[right, : g + 1]).sum())
-        rho = min(high, d_allowed * tokens * high / float(upper[right]))
-        return rho, tokens, float(upper[right]) * rho / high
-    low, base = float(settings.rho[left]), float(curve.tokens[left, g])
-    slope = float(curve.reach_slope(left)[: g + 1].sum())
-    below, above = float(upper[left]), float(upper[right])
-    power = math.log(above / below) / math.log(high / low) if below > 0 else 0.0
-
-    def tokens_at(rho: float) -> float:
-        return base + slope * (rho - low)
-
-    def touches_at(rho: float) -> float:
-        return below * (rho / low) ** power if below > 0 else above * (rho - low) / (high - low)
-
-    def excess(rho: float) -> float:
-        return touches_at(rho) - d_allowed * tokens_at(rho)
-
-    if excess(low) >= 0:
-        rho = low
-    elif excess(high) <= 0:
-        rho = high
-    else:
-        rho = float(brentq(excess, low, high, xtol=1e-14, rtol=1e-13))
-        for _ in range(8):  # step back over the root's rounding
-            if excess(rho) <= 0:
-                break
-            rho = max(low, rho - 4e-14)
-    return rho, tokens_at(rho), touches_at(rho)
+    every = np.arange(g_max + 1)
+    tokens = curve.tokens_by_depth(level)[every, : g_max + 1, every]  # [g, depth]
+    touches = upper[level]
+    excess = touches - d_allowed * tokens
+    within = (excess <= d_allowed * tokens * _SLACK) & (every <= every[:, None])
+    first = np.where(within.all(axis=1), g_max + 1, np.logical_not(within).argmax(axis=1))  # depth, beyond the place
+    best = np.where(every < first[:, None], tokens, -1.0).argmax(axis=1)
+    depth, most, touched = best.astype(np.float64), tokens[every, best], touches[every, best]
+    low = np.maximum(first - 1, 0)
+    high = np.minimum(first, g_max)
+    rise = excess[every, high] - excess[every, low]
+    crossed = (first > 0) & (first <= every) & (rise > 0)
+    part = np.where(crossed, np.clip(-excess[every, low] / np.where(rise > 0, rise, 1.0), 0.0, 1.0), 0.0)
+    count = (1 - part) * tokens[every, low] + part * tokens[every, high]
+    better = crossed & (count > most)
+    spent = (1 - part) * touches[every, low] + part * touches[every, high]
+    return np.where(better, low + part, depth), np.where(better, count, most), np.where(better, spent, touched)
 
 
 def solve(
@@ -185,7 +184,7 @@ class Plan:
         fixed_g: int | None = None,
     ) -> Solution:
         """The fastest block length and its knob at these seconds; arguments and errors as those of `solve`."""
-        lengths = len(self.front.rho)
+        lengths = len(self.front.depth)
         seconds = round_seconds(draft_s, verify_s, overhead_s, lengths)
         if fixed_g is not None and not 0 <= fixed_g < lengths:
             raise ValueError(f"fixed_g must lie in [0, {lengths - 1}], not {fixed_g!r}")
@@ -217,16 +216,16 @@ def plan_for(
 def _describe(
     curve: Curve, front: Frontier, g: int, per_token: F, seconds: F, lossless: F, d_allowed: float
 ) -> Solution:
-    level, rho, tokens = int(front.level[g]), float(front.rho[g]), float(front.tokens[g])
-    if g == 0:
-        level, rho = 0, 0.0
-    _, touches = curve.at(level, rho)
+    level, depth, tokens = int(front.level[g]), float(front.depth[g]), float(front.tokens[g])
+    theta, rho, leased = front.knobs(curve, g)
+    _, touches = curve.at(level, depth)
     plain, best_lossless = float(seconds[0]), float(lossless.min())
     return Solution(
         g=g,
-        theta=curve.settings.theta_of(level),
+        theta=theta,
         rho=rho,
-        s=(level - 1 + rho) / curve.settings.levels if level else 0.0,
+        depth=leased,
+        s=(level - 1 + depth / g) / curve.settings.levels if theta > 0 else 0.0,
         tokens_per_round=tokens,
         touches_per_token=float(touches[g]) / tokens,
         touches_per_token_upper=float(front.touches_upper[g]) / tokens,
@@ -247,8 +246,8 @@ def _certify(
 ) -> bool:
     """Read the answer and its neighbours off the curve again: within the allowance, and no neighbour faster."""
     value = {}
-    for other in range(max(0, g - 1), min(len(front.rho), g + 2)):
-        reach, touches = curve.at(int(front.level[other]), float(front.rho[other]), pessimism)
+    for other in range(max(0, g - 1), min(len(front.depth), g + 2)):
+        reach, touches = curve.at(int(front.level[other]), float(front.depth[other]), pessimism)
         tokens = float(reach[: other + 1].sum())
         if touches[other] > d_allowed * tokens * (1 + 10 * _SLACK) + 1e-15:
             return False
@@ -266,48 +265,49 @@ def enumerate_solve(
     max_theta: float = 1.0,
     pessimism: float = 1.0,
     g_max: int | None = None,
-    steps: int = 64,
+    steps: int = 8,
 ) -> tuple[int, int, float, float]:
-    """Brute force for tests: (g, level, rho, seconds per token) over every g and the path, ``steps`` per segment.
+    """Brute force for tests: (g, level, depth, seconds per token) over every g and the path.
 
-    Walks each level's recorded settings, then the segment before the first broken one point by point, and halves the
-    last step down to the last place that holds. Slow, and shares only `Curve.at` with `solve`.
+    Walks the levels at full depth up to the first that breaks the allowance. On it, and on the first broken level whose
+    touches are at least half of their upper bound, walks depths in ``steps`` per position and halves the last step down
+    to the last place that holds. Slow, and shares only `Curve.at` with `solve`.
     """
     g_max = _check(curve, d_allowed, max_theta, pessimism, g_max)
     seconds = round_seconds(draft_s, verify_s, overhead_s, g_max + 1)
-    settings = curve.settings
     best = (math.inf, 0, 0, 0.0)
 
-    def value(g: int, level: int, rho: float) -> float:
-        reach, touches = curve.at(level, rho, pessimism)
+    def value(g: int, level: int, depth: float) -> float:
+        reach, touches = curve.at(level, depth, pessimism)
         tokens = float(reach[: g + 1].sum())
         return float(seconds[g]) / tokens if touches[g] <= d_allowed * tokens * (1 + _SLACK) else math.inf
 
     for g in range(g_max + 1):
-        best = min(best, (value(g, 0, 0.0), g, 0, 0.0))
-        broken = None
-        for i in range(1, len(settings)):
-            level, rho = int(settings.level[i]), float(settings.rho[i])
-            if settings.theta[i] > max_theta + 1e-12:
+        broken: list[int] = []
+        for level in range(curve.settings.levels + 1):
+            if curve.settings.theta[level] > max_theta + 1e-12:
                 break
-            if math.isinf(value(g, level, rho)):
-                broken = i
-                break
-            best = min(best, (value(g, level, rho), g, level, rho))
-        if broken is None or g == 0:
-            continue
-        level, high = int(settings.level[broken]), float(settings.rho[broken])
-        low = float(settings.rho[broken - 1]) if settings.level[broken - 1] == level else 0.0
-        inside, outside = low, high
-        for rho in np.linspace(low, high, steps + 1)[1:-1]:
-            if math.isinf(value(g, level, float(rho))):
-                outside = float(rho)
-                break
-            inside = float(rho)
-        for _ in range(60):
-            middle = (inside + outside) / 2
-            inside, outside = (inside, middle) if math.isinf(value(g, level, middle)) else (middle, outside)
-        if inside > 0:
+            found = value(g, level, g)
+            if math.isinf(found):
+                seen = 2 * curve.at(level, g)[1][g] >= curve.at(level, g, pessimism)[1][g]
+                if not broken or seen:
+                    broken.append(level)
+                if seen:
+                    break
+            elif not broken:
+                best = min(best, (found, g, level, float(g if level else 0)))
+        for level in broken if d_allowed > 0 and g > 0 else []:
+            inside, outside = 0.0, float(g)
+            for depth in np.arange(g * steps + 1) / steps:
+                found = value(g, level, float(depth))
+                if math.isinf(found):
+                    outside = float(depth)
+                    break
+                best = min(best, (found, g, level, float(depth)))
+                inside = float(depth)
+            for _ in range(60):
+                middle = (inside + outside) / 2
+                inside, outside = (inside, middle) if math.isinf(value(g, level, middle)) else (middle, outside)
             best = min(best, (value(g, level, inside), g, level, inside))
     return best[1], best[2], best[3], best[0]
 
@@ -319,8 +319,7 @@ def gain_noise(curve: Curve, current: Solution, other: Solution) -> float:
     positions are added, not squared, since they are correlated. Costs are taken as known.
     """
     short, long = sorted((current, other), key=lambda solution: solution.g)
-    place = int(np.searchsorted(curve.settings.s, long.s))
-    errors = curve.reach_se[min(place, len(curve.settings) - 1)]
+    errors = curve.reach_se[curve.settings.level_of(long.theta)]
     shared = float(errors[1 : short.g + 1].sum()) * abs(1 / short.tokens_per_round - 1 / long.tokens_per_round)
     return shared + float(errors[short.g + 1 : long.g + 1].sum()) / long.tokens_per_round
 
@@ -369,11 +368,11 @@ def _check(curve: Curve, d_allowed: float, max_theta: float, pessimism: float, g
         raise SolveError("the allowed touches per token are not a number")
     if d_allowed < 0:
         raise Infeasible(f"even lossless decoding does not stay below {d_allowed} touches per token")
-    for name in ("reach", "touches", "reach_se", "touches_se", "n_eff"):
+    for name in ("reach", "touches", "reach_se", "touches_se", "by_depth", "n_eff"):
         values = getattr(curve, name)
         if not np.all(np.isfinite(values)) or np.any(values < 0):
             raise SolveError(f"the curve's {name} must be finite and not negative")
-    if np.any(curve.reach > 1 + 1e-9):
+    if np.any(curve.reach > 1 + 1e-9) or np.any(curve.by_depth > 1 + 1e-9):
         raise SolveError("the curve's reach must lie in [0, 1]")
     if np.any(curve.touches[0] > 0):
         raise SolveError("the curve's lossless setting has touches")

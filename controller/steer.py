@@ -34,7 +34,7 @@ from storage.records import (
 DEFAULT_G = 4  # block length while nothing has been measured
 LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
 MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
-NOISE_FACTOR = 0.25
+NOISE_FACTOR = 0.35
 FEW_FACTOR = 1.0  # the same while fewer than LEARNING_ROUNDS are known since a change
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
 AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
@@ -297,14 +297,13 @@ class ClassSteer:
                 found = choose(current, found, max(MIN_GAIN, factor * gain_noise(curve, current, found)))
             self._held[rows] = found.g
             solutions.append(found)
-            table.append(KnobRow(rows, found.g, found.theta, found.rho))
+            table.append(KnobRow(rows, found.g, found.theta, found.rho, found.depth))
         self.solution = max(solutions, key=lambda s: s.touches_per_token_upper)
         g = table[0].g
         caps = []
         for share in CAP_SHARES:
             front = frontier(curve, d_allowed=d_allowed * share, max_theta=max_theta, g_max=g_max)
-            theta = curve.settings.theta_of(int(front.level[g]))
-            caps.append(CapRow(share, theta, float(front.rho[g])) if g and theta else CapRow(share, 0.0, 0.0))
+            caps.append(CapRow(share, *front.knobs(curve, g)))
         return table, caps
 
     def _plain_is_due(self, table: list[KnobRow]) -> set[int]:

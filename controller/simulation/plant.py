@@ -18,9 +18,9 @@ import numpy as np
 from controller.simulation.document import PlantSpec, WorkerSpec
 from controller.simulation.machine import Machine
 from controller.simulation.records import Decoded, Knobs, report
-from controller.simulation.rounds import Rounds, Texts, chop, first_per_request, per_request
+from controller.simulation.rounds import Rounds, Texts, chop, chop_deep, first_per_request, per_request
 from controller.simulation.signals import inside
-from controller.simulation.source import Bools, F, Ints, Source
+from controller.simulation.source import Atoms, Bools, F, Ints, Source
 from storage.records import Branch, Flat, ForkRecord, Lease, QualityScore, Record, RequestRecord, TokenBlock
 
 ORIGIN = 1_800_000_000.0  # the Unix time of second 0
@@ -65,8 +65,9 @@ class Worker:
         """The knobs for a batch of ``rows``: the lease's, or lossless with the last good block length."""
         if leased and self.lease is not None:
             row = self.lease.knobs(rows)
-            lenient = row.theta > 0 and row.rho > 0
-            return Knobs(row.g, row.theta if lenient else 0.0, row.rho if lenient else 0.0, self.lease)
+            lenient = row.theta > 0 and row.rho > 0 and row.depth > 0
+            knobs = (row.theta, row.rho, self.lease, row.depth) if lenient else (0.0, 0.0, self.lease)
+            return Knobs(row.g, *knobs)
         return Knobs(self.good.knobs(rows).g if self.good is not None else DEFAULT_G, 0.0, 0.0, None)
 
 
@@ -150,14 +151,12 @@ class Plant:
         atoms = self.source.atoms(t)
         u = 1 - self._text.random(len(atom))
         explore = self._text.random(len(atom)) < (knobs.lease.explore if knobs.lease else 0.0)
-        lossless = u <= atoms.lossless[atom]
-        accept = u <= atoms.accept(knobs.rule, knobs.theta, knobs.rho)[atom] if knobs.lenient else lossless
-        rounds = chop(texts, accept, knobs.g, explore)
+        rounds, accept, lossless = _rounds(texts, atoms, atom, u, knobs, explore, None)
         touch = accept & ~lossless & rounds.examined_at
         outcome = self._outcome(knobs, texts, touch, atoms.slip[atom], t)
         if outcome.held.any():
-            accept = np.where(np.arange(len(atom)) >= outcome.held_from[texts.request], lossless, accept)
-            rounds = chop(texts, accept, knobs.g, explore)
+            held = np.arange(len(atom)) >= outcome.held_from[texts.request]
+            rounds, accept, _ = _rounds(texts, atoms, atom, u, knobs, explore, held)
         machine = Machine.at(self.spec.costs, worker.spec, t)
         seconds = machine.round(rounds.width, rows)
         busy = per_request(seconds, rounds.request, n)
@@ -327,6 +326,24 @@ class Plant:
             loss=float((o.right * o.bad)[~o.held].sum()),
             reported=0.0 if block is None else float(len(block.theta)),
         )
+
+
+def _rounds(
+    texts: Texts, atoms: Atoms, atom: Ints, u: F, knobs: Knobs, explore: Bools, held: Bools | None
+) -> tuple[Rounds, Bools, Bools]:
+    """(rounds, accepted, lossless acceptance) of texts with these atoms and coins; lossless where ``held``."""
+
+    def coins(rho: float) -> Bools:
+        taken = u <= atoms.accept(knobs.rule, knobs.theta, rho)[atom] if knobs.lenient else lossless
+        return np.asarray(taken if held is None else np.where(held, lossless, taken))
+
+    lossless = u <= atoms.lossless[atom]
+    lenient = coins(knobs.rho)
+    whole = int(knobs.depth)
+    if not knobs.lenient or knobs.depth >= knobs.g:
+        return chop(texts, lenient, knobs.g, explore), lenient, lossless
+    part = coins(knobs.rho * (knobs.depth - whole))
+    return *chop_deep(texts, lenient, part, lossless, whole, knobs.g, explore), lossless
 
 
 @dataclass(frozen=True)

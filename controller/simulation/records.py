@@ -11,7 +11,7 @@ from controller.simulation.machine import Machine
 from controller.simulation.rounds import Rounds, Texts
 from controller.simulation.source import Atoms, Bools, Ints
 from policies.rules import Scalars
-from storage.records import ACCEPTED, EXAMINED, TOUCH, Lease, TokenBlock
+from storage.records import ACCEPTED, EXAMINED, MAX_DEPTH, TOUCH, Lease, TokenBlock
 
 MOST_ROUNDS = 96  # batched rounds reported in one tick by one worker
 
@@ -24,6 +24,7 @@ class Knobs:
     theta: float
     rho: float
     lease: Lease | None
+    depth: float = MAX_DEPTH
 
     @property
     def rule(self) -> str:
@@ -33,7 +34,7 @@ class Knobs:
     @property
     def lenient(self) -> bool:
         """Whether these knobs can touch anything."""
-        return self.lease is not None and self.theta > 0 and self.rho > 0
+        return self.lease is not None and self.theta > 0 and self.rho > 0 and self.depth > 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def report(
         request=np.repeat(np.concatenate([np.arange(n) for n in shown]), widths).astype(np.uint16),
         round=np.repeat(np.repeat(np.arange(len(chosen)), shown), widths).astype(np.uint32),
         position=(position + 1).astype(np.uint8),
-        theta=np.where(held, 0.0, knobs.theta).astype(np.float32),
+        theta=np.where(held | (position >= knobs.depth), 0.0, knobs.theta).astype(np.float32),
         flags=flags.astype(np.uint8),
         **columns,
     )

@@ -74,6 +74,40 @@ def chop(texts: Texts, accept: Bools, g: int, explore: Bools) -> Rounds:
     return _rounds(texts, offset == 0, np.minimum(length, texts.left))
 
 
+def chop_deep(
+    texts: Texts, lenient: Bools, part: Bools, lossless: Bools, whole: int, g: int, explore: Bools
+) -> tuple[Rounds, Bools]:
+    """The rounds, and what is accepted where, when the first ``whole`` positions of a block are ``lenient``, the next
+    one is ``part``, and those after it are ``lossless`` (all per position). Blocks of ``g >= 1``, one longer where a
+    round that begins there says ``explore``."""
+    index = np.arange(len(lenient))
+    length = np.minimum(g + explore, texts.left)
+    shallow = np.minimum(length, whole)
+    kept = np.minimum(_run(lenient), shallow)
+    beyond = np.minimum(index + whole, len(index) - 1)
+    after = np.minimum(beyond + 1, len(index) - 1)
+    deeper = (kept == whole) & (length > whole) & part[beyond]
+    kept = np.where(deeper, whole + 1 + np.minimum(_run(lossless)[after], length - whole - 1), kept)
+    following = index + kept + 1
+    begins = np.zeros(len(index), dtype=bool)
+    at, end = texts.first, texts.first + texts.tokens
+    while len(at):
+        begins[at] = True
+        at = following[at]
+        here = at < end
+        at, end = at[here], end[here]
+    rounds = _rounds(texts, begins, length)
+    position = index - rounds.start[rounds.of]
+    return rounds, np.where(position < whole, lenient, np.where(position == whole, part, lossless))
+
+
+def _run(taken: Bools) -> Ints:
+    """How many positions in a row are taken from each one on."""
+    index = np.arange(len(taken))
+    stops = np.where(taken, len(taken), index)
+    return np.minimum.accumulate(stops[::-1])[::-1] - index
+
+
 def _plain(texts: Texts, accept: Bools, explore: Bools) -> Rounds:
     """Rounds of one token, and a draft where ``explore`` says so; an accepted one takes the next position with it."""
     taking = explore & accept

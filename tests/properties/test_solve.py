@@ -38,13 +38,13 @@ def test_no_answer_of_full_enumeration_is_faster_and_none_is_missed(batch):
     for seed in range(batch * CASES // 10, (batch + 1) * CASES // 10):
         curve, seconds, options = case(seed)
         found = solve(curve, *seconds, **options)
-        g, level, rho, value = enumerate_solve(curve, *seconds, **options)
+        g, level, depth, value = enumerate_solve(curve, *seconds, **options)
         assert found.seconds_per_token == pytest.approx(value, rel=1e-7), seed
         assert found.certified, seed
         assert found.touches_per_token_upper <= options["d_allowed"] * (1 + 1e-8), seed
         assert found.theta <= options["max_theta"] + 1e-12, seed
-        if found.g == g and found.theta == curve.settings.theta_of(level):
-            assert found.rho == pytest.approx(rho, rel=1e-4), seed
+        if found.g == g and level and found.theta == curve.settings.theta[level]:
+            assert min(found.depth, g) == pytest.approx(depth, rel=1e-4), seed
 
 
 def test_the_property_can_fail():
@@ -63,7 +63,7 @@ def test_the_unit_of_time_does_not_matter():
         curve, (draft, verify, overhead), options = case(seed)
         one = solve(curve, draft, verify, overhead, **options)
         two = solve(curve, 1024 * draft, 1024 * verify, 1024 * overhead, **options)  # a power of two: exact
-        assert (one.g, one.theta, one.rho, one.budget_value) == (two.g, two.theta, two.rho, two.budget_value)
+        assert (one.g, one.theta, one.depth, one.budget_value) == (two.g, two.theta, two.depth, two.budget_value)
         assert two.seconds_per_token == pytest.approx(1024 * one.seconds_per_token, rel=1e-14)
 
 

@@ -76,7 +76,7 @@ class Experiment:
         return alive.sum(axis=1).astype(float), ((u > a0) & (alive > 0)).sum(axis=1).astype(float)
 
     def predicted(self, curve: Curve, theta: float) -> tuple[float, float]:
-        i = int(curve.settings.bounds[round(theta * 40) + 1]) - 1
+        i = curve.settings.level_of(theta)
         return float(curve.tokens[i, G]) - 1, float(curve.touches[i, G])
 
     def predicted_naively(self, k: int) -> tuple[float, float]:
@@ -130,7 +130,7 @@ def test_claimed_errors_cover_the_deviation(experiment):
     """The curve's own standard errors, with the count's, cover the difference at three of them too."""
     curve = experiment.curve
     for k, theta in enumerate(KNOBS):
-        i = int(curve.settings.bounds[round(theta * 40) + 1]) - 1
+        i = curve.settings.level_of(theta)
         accepted, touches = experiment.counted(theta, seed=100 + k)
         for count, value, error in (
             (accepted, curve.tokens[i, G] - 1, curve.reach_se[i, 1:].sum()),

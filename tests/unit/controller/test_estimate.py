@@ -12,7 +12,7 @@ from controller.curve import settings_path
 from controller.estimate import BORROW_BELOW, CurveEstimator
 from controller.solve import solve
 from policies.errors import TooFewSamples
-from policies.rules import Scalars
+from policies.rules import Scalars, accept_prob, get_rule, lossless_accept
 from tests.support_blocks import coin_scalars, make_block
 from tests.support_curves import costs
 
@@ -20,7 +20,7 @@ HALF = 40 // 2  # the level at theta = 1/2
 
 
 def level_end(level: int) -> int:
-    return int(settings_path().bounds[level + 1]) - 1
+    return level
 
 
 def random_scalars(n: int, seed: int) -> Scalars:
@@ -109,27 +109,34 @@ def test_curves_rise_along_the_path_at_full_weight_and_fall_with_position():
     assert np.all(np.diff(curve.touches, axis=1) >= 0)
 
 
-@pytest.mark.parametrize("rule", ["threshold", "forgive", "lenience", "token_v3", "token_v2", "opt"])
-def test_between_recorded_settings_the_curve_errs_on_the_safe_side(rule):
-    """What would have been recorded there has no more touches and no fewer tokens than `Curve.at` says, and is near."""
-    block = make_block(random_scalars(2400, 6), [6] * 400)
-    coarse = CurveEstimator(rule, 6, settings=settings_path(5))
-    coarse.add(block)
-    curve = coarse.curve()
-    for level in range(1, 6):
-        for rho in (0.01, 0.03, 0.15, 0.3, 0.42, 0.6, 0.7, 0.9, 0.99):
-            settings = replace(settings_path(5), rho=np.where(settings_path(5).rho > 0, rho, 0.0))
-            exact = CurveEstimator(rule, 6, settings=settings)
-            exact.add(block)
-            at = exact.curve()
-            i = int(settings.bounds[level])
-            reach, touches = curve.at(level, rho)
-            assert np.all(touches >= at.touches[i] * (1 - 1e-5))
-            assert np.all(reach <= at.reach[i] * (1 + 1e-5))
-            if rho > 0.25:
-                np.testing.assert_allclose(touches, at.touches[i], rtol=0.25)
-                np.testing.assert_allclose(reach, at.reach[i], rtol=0.12)
-                np.testing.assert_allclose(reach.sum(), at.reach[i].sum(), rtol=0.05)
+@pytest.mark.parametrize("rule", ["threshold", "forgive", "token_v3"])
+def test_a_depth_is_what_decoding_with_it_gives(rule):
+    """Lenient at the first positions, with part of the weight at the next, lossless after that: exact, also between."""
+    scalars = random_scalars(2400, 6)
+    estimator = CurveEstimator(rule, 6, settings=settings_path(5), half_life_rounds=1e12)
+    estimator.add(make_block(scalars, [6] * 400))
+    curve = estimator.curve()
+    a0 = np.asarray(lossless_accept(scalars)).reshape(400, 6)
+    for level, depth in ((1, 0.4), (2, 1.0), (3, 2.5), (4, 4.75), (5, 6.0), (5, 9.0)):
+        weights = np.clip(depth - np.arange(6), 0, 1)
+        full = np.asarray(accept_prob(get_rule(rule), scalars, level / 5)).reshape(400, 6)
+        a = a0 + weights * (full - a0)
+        after = np.cumprod(a, axis=1)
+        before = np.column_stack((np.ones(400), after[:, :-1]))
+        reach, touches = curve.at(level, depth)
+        np.testing.assert_allclose(reach[1:], after.mean(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(touches[1:], np.cumsum((before * (a - a0)).mean(axis=0)), rtol=1e-4, atol=1e-7)
+
+
+def test_a_depth_with_rounds_of_unequal_length():
+    """Independent positions: beyond the depth rounds keep .5 of what is left, whatever the lengths."""
+    rng = np.random.default_rng(8)
+    length = rng.integers(1, 6, 2000)
+    estimator = CurveEstimator("token_v3", 5)
+    n = int(length.sum())
+    estimator.add(make_block(coin_scalars(np.full(n, 0.5), np.where(rng.random(n) < 0.3, 0.9, 0.1)), length))
+    reach, _ = estimator.curve().at(HALF, 2)
+    np.testing.assert_allclose(reach[1:], [0.65, 0.65**2, 0.65**2 / 2, 0.65**2 / 4, 0.65**2 / 8], rtol=0.06)
 
 
 def test_unseen_positions_go_on_as_the_last_seen_one_with_wider_errors():
@@ -278,7 +285,7 @@ def test_a_restart_goes_on_bit_for_bit():
         one.add(block)
         two.add(block)
     assert one.to_state() == two.to_state()
-    for name in ("reach", "touches", "reach_se", "touches_se", "n_eff"):
+    for name in ("reach", "touches", "reach_se", "touches_se", "by_depth", "n_eff"):
         np.testing.assert_array_equal(getattr(one.curve(), name), getattr(two.curve(), name))
 
 
@@ -295,20 +302,20 @@ def test_misuse_is_refused():
         CurveEstimator("token_v3", 0)
     with pytest.raises(ValueError, match="level"):
         settings_path(0)
+    estimator = CurveEstimator("token_v3", 2)
+    estimator.add(make_block(coin_scalars([0.5] * 4), [2, 2]))
     with pytest.raises(ValueError, match="path"):
-        settings_path().place(1.5)
+        estimator.curve().at(41, 1.0)
+    with pytest.raises(ValueError, match="path"):
+        estimator.curve().at(1, -0.5)
 
 
 def test_the_path_runs_from_lossless_to_full_leniency():
     settings = settings_path()
-    assert (settings.theta[0], settings.rho[0], settings.s[0]) == (0, 0, 0)
-    assert (settings.theta[-1], settings.rho[-1], settings.s[-1]) == (1, 1, 1)
-    assert np.all(np.diff(settings.s) > 0)
-    assert np.all(np.diff(settings.theta) >= 0)
-    for s in (*settings.s, 0.003, 0.51234):
-        theta, rho = settings.knobs(float(s))
-        level = round(theta * 40)
-        assert s == pytest.approx((level - 1 + rho) / 40 if level else 0.0)
+    assert (settings.theta[0], settings.theta[-1], len(settings)) == (0, 1, 41)
+    assert np.all(np.diff(settings.theta) > 0)
+    assert [settings.level_of(theta) for theta in settings.theta] == list(range(41))
+    assert settings.level_of(0.512) == 20
 
 
 def test_estimate_and_solver_fit_together():

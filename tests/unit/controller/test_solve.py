@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from controller import speedup as sp
-from controller.curve import Curve, settings_path
+from controller.curve import Curve, flat, settings_path
 from controller.solve import Solution, choose, enumerate_solve, frontier, gain_noise, solve
 from policies.errors import Infeasible, SolveError, TooFewSamples
+from storage.records import MAX_DEPTH
 from tests.support_curves import constant_curve, costs
 
 G = 12
@@ -20,7 +21,7 @@ def test_lossless_answer_is_the_closed_form():
     """Constant acceptance .8 and cost ratio .05: the best g of Eq. 3 and its speed."""
     found = solve(constant_curve(0.8, 0.1, G), *costs(G, 0.05), d_allowed=0.0)
     g = sp.best_block(0.8, 0.05, G)
-    assert (found.g, found.theta, found.rho, found.s) == (g, 0.0, 0.0, 0.0)
+    assert (found.g, found.theta, found.rho, found.depth, found.s) == (g, 0.0, 0.0, MAX_DEPTH, 0.0)
     assert found.speedup_plain == pytest.approx(sp.speedup(0.8, g, 0.05))
     assert found.speedup_lossless == 1.0
     assert found.target_passes_per_token == pytest.approx(1 / sp.block_efficiency(0.8, g))
@@ -97,14 +98,13 @@ def test_a_dip_of_a_noisy_estimate_does_not_let_the_knob_jump_over_a_bump():
     """Touches that fall again beyond a level that breaks the allowance are noise: the first break ends the climb."""
     curve = constant_curve(0.8, 0.2, G)
     touches = curve.touches.copy()
-    bump = curve.settings.level == 10
-    touches[bump] *= 5
+    touches[10] *= 5
     found = solve(replace(curve, touches=touches), *costs(G, 0.05), d_allowed=0.08)
     assert found.theta <= 10 / 40
     assert solve(curve, *costs(G, 0.05), d_allowed=0.08).theta > 10 / 40
 
 
-@pytest.mark.parametrize("name", ["reach", "touches", "touches_se", "reach_se", "n_eff"])
+@pytest.mark.parametrize("name", ["reach", "touches", "touches_se", "reach_se", "by_depth", "n_eff"])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -0.5])
 def test_garbage_in_the_curve_is_refused(name, garbage):
     curve = constant_curve(0.8, 0.1, G)
@@ -156,15 +156,15 @@ def test_one_frontier_serves_every_load():
         draft, verify, overhead = costs(G, c)
         found = solve(curve, draft, verify, overhead, d_allowed=0.02)
         assert found.g == int(((draft + verify + overhead) / front.tokens).argmin())
-        assert found.rho == (front.rho[found.g] if found.g else 0.0)
+        assert (found.theta, found.rho, found.depth) == front.knobs(curve, found.g)
 
 
 def test_brute_force_agrees_on_a_plain_case():
     curve, seconds = constant_curve(0.8, 0.1, G), costs(G, 0.05)
     found = solve(curve, *seconds, d_allowed=0.02)
-    g, level, rho, value = enumerate_solve(curve, *seconds, d_allowed=0.02)
-    assert (found.g, found.theta) == (g, curve.settings.theta_of(level))
-    assert found.rho == pytest.approx(rho)
+    g, level, depth, value = enumerate_solve(curve, *seconds, d_allowed=0.02)
+    assert (found.g, found.theta) == (g, curve.settings.theta[level])
+    assert found.depth == pytest.approx(depth)
     assert found.seconds_per_token == pytest.approx(value)
 
 
@@ -212,11 +212,57 @@ class TestHysteresis:
         assert noise == pytest.approx(gain_noise(curve, best, current))
 
 
-def test_path_parameter_names_the_leased_knob():
+def test_path_parameter_rises_with_the_allowance():
     curve = constant_curve(0.8, 0.1, G)
-    for d in (0.0, 1e-4, 0.003, 0.02, 0.2):
-        found = solve(curve, *costs(G, 0.05), d_allowed=d)
-        assert curve.settings.knobs(found.s) == pytest.approx((found.theta, found.rho))
+    found = [solve(curve, *costs(G, 0.05), d_allowed=d, fixed_g=6).s for d in (0.0, 1e-4, 0.003, 0.02, 0.2)]
+    assert found[0] == 0
+    assert found[-1] == 1
+    assert found == sorted(found)
+
+
+def jumping(touch: float, error: float, level: int = 30, a: float = 0.7, g_max: int = G) -> Curve:
+    """A rule without touches below a level; from there on each position gains ``touch``. ``error`` is one of touches."""
+    curve = constant_curve(a, 0.0, g_max)
+    settings = curve.settings
+    gain = np.where(np.arange(len(settings)) >= level, touch, 0.0)
+    reach = (a + gain)[:, None] ** np.arange(g_max + 1)
+    touches = np.zeros_like(reach)
+    touches[:, 1:] = np.cumsum(reach[:, :-1] * gain[:, None], axis=1)
+    touches_se = np.where(np.arange(len(settings))[:, None] > 0, error, 0.0) * np.ones_like(reach)
+    touches_se[:, 0] = 0
+    return replace(curve, reach=reach, touches=touches, touches_se=touches_se, by_depth=flat(reach))
+
+
+def test_the_smallest_allowance_opens_a_rule_that_jumps():
+    """At the first position only, with little weight: half as much allowance, half as much weight and half the gain."""
+    curve = jumping(0.1, 0.0)
+    found = [solve(curve, *costs(G, 0.05), d_allowed=d) for d in (2e-5, 1e-5)]
+    assert {f.theta for f in found} == {30 / 40}
+    assert found[0].depth == pytest.approx(2 * found[1].depth, rel=0.01)
+    assert found[0].depth < 1
+    gain = [f.speedup_lossless - 1 for f in found]
+    assert gain[0] == pytest.approx(2 * gain[1], rel=0.01)
+    assert gain[1] > 0
+
+
+def test_levels_whose_touches_are_only_feared_do_not_hide_one_that_has_some():
+    """With few rounds even the first level breaks a small allowance, since a touch there cannot be ruled out yet."""
+    curve = jumping(0.1, 0.002)
+    found = solve(curve, *costs(G, 0.05), d_allowed=1e-4)
+    assert found.theta == 30 / 40
+    assert found.touches_per_token_upper == pytest.approx(1e-4)
+    assert found.touches_per_token > 0.5e-4
+    assert solve(jumping(0.001, 0.002), *costs(G, 0.05), d_allowed=1e-4).theta <= 30 / 40
+
+
+def test_leniency_goes_to_the_first_positions():
+    """The same touches at all positions alike would give fewer tokens: docs/decisions/0001."""
+    found = solve(jumping(0.1, 0.0, a=0.8), *costs(G, 0.05), d_allowed=0.02, fixed_g=8)
+    assert 0 < found.depth < 8
+    even = np.linspace(0, 0.1, 10_000)[:, None]
+    tokens = ((0.8 + even) ** np.arange(9)).sum(axis=1)
+    touches = even[:, 0] * ((0.8 + even) ** np.arange(8)).sum(axis=1)
+    assert found.tokens_per_round > 1.01 * tokens[touches <= 0.02 * tokens].max()
 
 
 def test_a_curve_over_few_levels_is_enough():

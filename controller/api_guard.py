@@ -83,6 +83,7 @@ class Access:
 
 
 WRITE_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "the body is not JSON"},
     401: {"description": "no token, or one that is not known"},
     403: {"description": "writing is off, or the token's role is too low"},
     413: {"description": "the request is too large"},

@@ -46,7 +46,7 @@ def settings_path(n: int = 40, top: float = 1.0) -> Settings:
 
 @dataclass(frozen=True)
 class Curve:
-    """Reach and touches for every level and block length, with standard errors; arrays of shape [levels + 1, g_max + 1].
+    """Reach and touches by level and block length, with standard errors; arrays of shape [levels + 1, g_max + 1].
 
     ``reach[l, j]`` is the probability that a round that is lenient at all positions accepts at least j drafts (1 at
     j=0), ``touches[l, j]`` the expected touches of a round of block length j (0 at j=0). Row 0 is lossless.
@@ -70,7 +70,7 @@ class Curve:
 
     @cached_property
     def tokens(self) -> F:
-        """Tokens per round ``N = 1 + S_1 + ... + S_g`` of every level and block length; shape [levels + 1, g_max + 1]."""
+        """Tokens per round ``N = 1 + S_1 + ... + S_g`` by level and block length; shape [levels + 1, g_max + 1]."""
         return np.cumsum(self.reach, axis=1)
 
     def tokens_by_depth(self, level: Ints) -> F:

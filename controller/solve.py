@@ -36,12 +36,12 @@ class Solution:
     """A block length and knob with what they are expected to do. Seconds and passes are per emitted token.
 
     ``s`` in [0, 1] says how far up the path that is: ``(level - 1 + depth / g) / levels``. ``rho`` is 1, or 0 without
-    leniency; ``depth`` is as in `storage.records.KnobRow`. ``touches_per_token`` is the estimate, ``touches_per_token_upper`` the
-    pessimistic value that was held to ``d_allowed`` (kept here, at most 1). ``plain_*`` is g = 0, ``lossless_*`` the
-    best g without leniency; speedups are over those. ``budget_value`` is -dL/d(d_allowed): passes of plain decoding
-    (L = seconds per token / plain seconds per token) saved per unit of drift; finite also at zero allowance, 0 where
-    the knob is at its limit. ``certified``: checked afresh, the constraint holds and no neighbouring block length is
-    faster.
+    leniency; ``depth`` is as in `storage.records.KnobRow`. ``touches_per_token`` is the estimate,
+    ``touches_per_token_upper`` the pessimistic value that was held to ``d_allowed`` (kept here, at most 1).
+    ``plain_*`` is g = 0, ``lossless_*`` the best g without leniency; speedups are over those. ``budget_value`` is
+    -dL/d(d_allowed): passes of plain decoding (L = seconds per token / plain seconds per token) saved per unit of
+    drift; finite also at zero allowance, 0 where the knob is at its limit. ``certified``: checked afresh, the
+    constraint holds and no neighbouring block length is faster.
     """
 
     g: int

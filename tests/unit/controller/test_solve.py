@@ -221,7 +221,7 @@ def test_path_parameter_rises_with_the_allowance():
 
 
 def jumping(touch: float, error: float, level: int = 30, a: float = 0.7, g_max: int = G) -> Curve:
-    """A rule without touches below a level; from there on each position gains ``touch``. ``error`` is one of touches."""
+    """A rule without touches below a level, ``touch`` at each position from there on; ``error`` is that of touches."""
     curve = constant_curve(a, 0.0, g_max)
     settings = curve.settings
     gain = np.where(np.arange(len(settings)) >= level, touch, 0.0)

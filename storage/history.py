@@ -6,11 +6,8 @@ the stream position that state includes, and only while the writer's epoch is st
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -18,38 +15,19 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, cas
 from sqlalchemy.dialects import postgresql, sqlite
 
 from storage import operators, schema, summary, tables
+from storage.convert import Alert, Point, clean, decision_dict, decision_of, decision_row, fields, point_row
 from storage.database import Database
 from storage.errors import LeaseRefused
-from storage.records import Action, Decision, ForkRecord, Lease, OperatorAction, QualityScore, RequestRecord
+from storage.records import Action, Decision, ForkRecord, OperatorAction, QualityScore, RequestRecord
+from storage.rollups import STEPS, By, Kind, means, resolution, roll_up, select_points, select_sums
 from storage.rows import MINUTE, RollupRow, RoundRow, TokenRow
 from storage.schema import SchemaStatus
+from storage.summary import number
 from storage.tables import as_utc
 
 __all__ = ["Alert", "History", "Point", "SchemaStatus", "decision_of"]
 
 MAX_ROWS = 10_000
-
-
-@dataclass(frozen=True)
-class Point:
-    """What the series of one class were at one tick (`time`: Unix seconds). Values that are not finite are not kept."""
-
-    pool: str
-    traffic_class: str
-    time: float
-    values: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Alert:
-    """An alert that began (`firing`) or ended, at `time` in Unix seconds."""
-
-    pool: str
-    traffic_class: str
-    time: float
-    name: str
-    firing: bool
-    detail: str
 
 
 class History:
@@ -75,6 +53,10 @@ class History:
     def check_schema(self) -> None:
         """Raise SchemaTooNew or StorageError unless the schema is this program's own."""
         schema.check_schema(self.database)
+
+    def roll_up(self, now: float, *, pause: Callable[[], None] = lambda: None) -> int:
+        """Sum what is finished into minutes, hours and days; a job for about every minute. See `storage.rollups`."""
+        return roll_up(self.database, now, pause=pause)
 
     def transaction(self, what: str = "transaction") -> AbstractContextManager[Connection]:
         """A write transaction, for migrations and tools."""
@@ -143,17 +125,17 @@ class History:
         if snapshot is None and last_id is not None:
             raise ValueError("a stream position without the state that includes it would lose what lies between")
         rows: list[tuple[Table, list[dict[str, Any]]]] = [
-            (tables.requests, [_fields(r, received=now) for r in requests]),
-            (tables.forks, [_fields(f, received=now) for f in forks]),
-            (tables.scores, [_fields(s, received=now) for s in scores]),
-            (tables.decisions, [_decision_row(d) | {"superseded": superseded} for d in decisions]),
-            (tables.alerts, [_fields(a) for a in alerts]),
+            (tables.requests, [fields(r, received=now) for r in requests]),
+            (tables.forks, [fields(f, received=now) for f in forks]),
+            (tables.scores, [fields(s, received=now) for s in scores]),
+            (tables.decisions, [decision_row(d) | {"superseded": superseded} for d in decisions]),
+            (tables.alerts, [fields(a) for a in alerts]),
         ]
         if not superseded:
             rows += [
-                (tables.points, [_point_row(p) for p in points]),
-                (tables.token_rollups, [_fields(r, step=MINUTE) for r in rollups if isinstance(r, TokenRow)]),
-                (tables.round_rollups, [_fields(r, step=MINUTE) for r in rollups if isinstance(r, RoundRow)]),
+                (tables.points, [point_row(p) for p in points]),
+                (tables.token_rollups, [fields(r, step=MINUTE) for r in rollups if isinstance(r, TokenRow)]),
+                (tables.round_rollups, [fields(r, step=MINUTE) for r in rollups if isinstance(r, RoundRow)]),
             ]
         with self.database.writing(f"save a tick of {pool}") as connection:
             if not superseded:
@@ -183,8 +165,8 @@ class History:
         The same document again, directly after itself, is the same revision: a restart makes no new one.
         """
         table = tables.policy_revisions
-        row: dict[str, Any] = {"pool": pool, "text": _clean(text), "sha": sha, "source": _clean(source)}
-        row |= {"accepted": accepted, "error": None if error is None else _clean(error)}
+        row: dict[str, Any] = {"pool": pool, "text": clean(text), "sha": sha, "source": clean(source)}
+        row |= {"accepted": accepted, "error": None if error is None else clean(error)}
         with self.database.writing(f"record a policy of {pool}") as connection:
             newest = (
                 connection.execute(select(table).where(table.c.pool == pool).order_by(table.c.revision.desc()).limit(1))
@@ -220,7 +202,7 @@ class History:
         means nothing.
         """
         with self.database.writing(f"record an action for {pool}") as connection:
-            return operators.add(connection, pool, traffic_class, action, _clean(who), _clean(why), now, amount)
+            return operators.add(connection, pool, traffic_class, action, clean(who), clean(why), now, amount)
 
     def operator_actions(self, pool: str, after: int = 0, limit: int = 100) -> list[OperatorAction]:
         """Actions of a pool with numbers above `after`, oldest first; every one of them is seen in this order."""
@@ -239,14 +221,48 @@ class History:
         since: float | datetime | None = None,
         limit: int = 1000,
         until: float | datetime | None = None,
+        step: float | None = None,
     ) -> list[Point]:
-        """The newest `limit` points of a class later than `since` and not later than `until`, oldest first."""
-        table = tables.points
-        query = _later(select(table).where(table.c.pool == pool, table.c.traffic_class == cls), table.c.time, since)
-        if until is not None:
-            query = query.where(table.c.time <= as_utc(until))
-        rows = self._rows(query.order_by(table.c.time.desc()), limit)
-        return [Point(pool, cls, row["time"].timestamp(), row["values"]) for row in reversed(rows)]
+        """The newest `limit` points of a class later than `since` and not later than `until`, oldest first.
+
+        With a `step` in seconds, means over the longest of minutes, hours and days that is no longer than it; below a
+        minute, and without one, the ticks themselves, which are kept for a shorter time.
+        """
+        kept = max((s for s in STEPS if step is not None and s <= step), default=None)
+        query = select_points(pool, cls, kept, since, until)
+        return [
+            Point(pool, cls, row["time"].timestamp(), row["values"] if kept is None else means(row))
+            for row in reversed(self._rows(query, limit))
+        ]
+
+    def rollups(
+        self,
+        pool: str,
+        cls: str,
+        since: float | datetime,
+        until: float | datetime,
+        step: float | None = None,
+        *,
+        kind: Kind = "tokens",
+        by: Sequence[By] = (),
+        limit: int = 1000,
+    ) -> list[dict[str, Any]]:
+        """Sums of what was drafted (`kind` "tokens") or of rounds, with `since` <= time < `until`, oldest first.
+
+        Args:
+            step: seconds; the longest of minutes, hours and days that is no longer; None: about `limit` rows for all.
+            by: "position" (of tokens) and "bucket" of the batch give a row for each value; without, all are summed.
+
+        Returns:
+            `time` (aware) and `step` of each stretch, the values of `by`, and the sums of `storage.rows`; the newest
+            `limit` rows. Hours and days lack what came since the last `roll_up`.
+        """
+        if step is None:
+            kept = resolution(as_utc(until).timestamp() - as_utc(since).timestamp(), limit)
+        else:
+            kept = max((s for s in STEPS if s <= step), default=MINUTE)
+        rows = reversed(self._rows(select_sums(kind, pool, cls, since, until, kept, by), limit))
+        return [{n: v if n == "time" else number(v) for n, v in row.items()} | {"step": kept} for row in rows]
 
     def decisions(
         self, pool: str, cls: str | None = None, since: float | datetime | None = None, limit: int = 100
@@ -256,7 +272,7 @@ class History:
         table = tables.decisions
         query = select(table).where(table.c.pool == pool, *(() if cls is None else (table.c.traffic_class == cls,)))
         rows = self._rows(_later(query, table.c.time, since).order_by(table.c.time.desc(), table.c.id.desc()), limit)
-        return [_decision_dict(row) for row in rows]
+        return [decision_dict(row) for row in rows]
 
     def alerts(
         self, pool: str, cls: str | None = None, since: float | datetime | None = None, limit: int = 100
@@ -275,8 +291,7 @@ class History:
         """
         c = tables.requests.c
         query = select(tables.requests).where(c.request_id == request_id, *(() if pool is None else (c.pool == pool,)))
-        rows = self._rows(query.order_by(c.received.desc()), 1)
-        return dict(rows[0]) if rows else None
+        return max(map(dict, self._rows(query, 100)), key=lambda row: row["received"], default=None)
 
     def requests_between(
         self,
@@ -325,55 +340,6 @@ class History:
         table = tables.snapshots
         newer = or_(table.c.epoch < epoch, table.c.time <= as_utc(now))
         connection.execute(insert.on_conflict_do_update(index_elements=["pool"], set_=update, where=newer))
-
-
-def decision_of(row: Mapping[str, Any]) -> Decision:
-    """The Decision of one row of `History.decisions`."""
-    names = ("pool", "traffic_class", "state", "reason", "explanation", *_DETAIL)
-    lease = Lease.from_json(json.dumps(row["lease"]))
-    return Decision(time=row["unix_time"], lease=lease, **{name: row[name] for name in names})
-
-
-_DETAIL = ("inputs", "estimates", "bounds", "counterfactual")
-
-
-def _decision_row(d: Decision) -> dict[str, Any]:
-    return {
-        "pool": d.pool,
-        "traffic_class": d.traffic_class,
-        "time": d.time,
-        "epoch": d.lease.epoch,
-        "seq": d.lease.seq,
-        "policy_revision": d.lease.policy_revision,
-        "state": d.state,
-        "reason": d.reason,
-        "explanation": _clean(d.explanation),
-        "lease": d.lease.to_json(),
-        "detail": {"unix_time": d.time} | {name: getattr(d, name) for name in _DETAIL},
-    }
-
-
-def _decision_dict(row: RowMapping) -> dict[str, Any]:
-    columns = ("pool", "traffic_class", "time", "epoch", "seq", "policy_revision", "state", "reason", "explanation")
-    return (
-        {name: row[name] for name in (*columns, "superseded")}
-        | {"lease": json.loads(row["lease"])}
-        | dict(row["detail"])
-    )
-
-
-def _point_row(point: Point) -> dict[str, Any]:
-    values = {name: float(value) for name, value in point.values.items()}
-    return _fields(point) | {"values": {name: value for name, value in values.items() if math.isfinite(value)}}
-
-
-def _fields(record: Any, **more: Any) -> dict[str, Any]:
-    return {name: _clean(v) if isinstance(v, str) else v for name, v in vars(record).items()} | more
-
-
-def _clean(text: str) -> str:
-    """Text that every database can store: no NUL, no half of a surrogate pair."""
-    return text.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
 def _later(query: Select[Any], column: ColumnElement[datetime], since: float | datetime | None) -> Select[Any]:

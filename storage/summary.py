@@ -54,7 +54,7 @@ def requests_between(
         arm: dict.fromkeys(sums, 0) for arm in ("untouched", "lenient", "holdback")
     }
     for row in rows:
-        arms[row["arm"]] = {name: _number(row[name]) for name in sums}
+        arms[row["arm"]] = {name: number(row[name]) for name in sums}
     total: dict[str, Any] = {name: sum(arm[name] for arm in arms.values()) for name in sums}
 
     of_request = and_(s.pool == r.pool, s.request_id == r.request_id)
@@ -105,6 +105,6 @@ def _paired(connection: Connection, chosen: list[Any]) -> dict[str, Any]:
     return {"n": row.n, "lossless_sum": a, "lenient_sum": b, "loss_sum": a - b}
 
 
-def _number(value: Any) -> int | float:
-    """PostgreSQL sums counts into Decimal."""
+def number(value: Any) -> int | float:
+    """A sum as a plain number: PostgreSQL sums counts into Decimal."""
     return value if isinstance(value, int | float) else int(value)

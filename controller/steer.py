@@ -169,6 +169,7 @@ class ClassSteer:
             {
                 f"requests.{record.arm}": 1.0,
                 "touches": float(record.touches),
+                "lenient_touches": float(record.touches if record.arm == "lenient" else 0),
                 "tokens": float(record.tokens),
                 "target_passes": float(record.target_passes),
                 "request_seconds": record.total_s,

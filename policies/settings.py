@@ -63,7 +63,7 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
             values[param.name] = [text] if param.multiple else text
     names = {n for p in known.values() for n in variables(p, prefix)} | {f"{prefix}_CONFIG"}
     for name in sorted(os.environ):
-        if prefix and name.startswith(f"{prefix}_") and name.removesuffix("_FILE") not in names:
+        if prefix and name.startswith(f"{prefix}_") and not {name, name.removesuffix("_FILE")} & names:
             typer.echo(f"lenity: {name} is set, but there is no such option; it changes nothing", err=True)
     context.default_map = {**(context.default_map or {}), **values}
     return path

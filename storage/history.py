@@ -102,7 +102,7 @@ class History:
         alerts: Sequence[Alert] = (),
         slices: Sequence[Mapping[str, Any]] = (),
         rollups: Sequence[RollupRow] = (),
-        snapshot: Mapping[str, Any] | None = None,
+        snapshot: Mapping[str, Any] | str | None = None,
         last_id: str | None = None,
         superseded: bool = False,
     ) -> None:
@@ -113,7 +113,8 @@ class History:
             slices: rows of the budget's ledger: traffic_class, start, evidence_epoch, level, rule, requests, touched,
                 touches, forks, labelled, fork_loss, fork_touches. The newest counts of a slice replace those before.
             rollups: finished minutes.
-            snapshot: the state after this tick, JSON-able; None keeps the saved one.
+            snapshot: the state after this tick, JSON-able or encoded by `storage.tables.to_json`; None keeps the one
+                before.
             last_id: the newest stream entry that `snapshot` includes; None when nothing was read since the last one.
             superseded: the tick is of an older epoch and comes late. What was observed and decided is kept, decisions
                 marked; what its successor counts again from the stream (points, rollups, slices, state) is not.
@@ -332,7 +333,13 @@ class History:
         connection.execute(insert.on_conflict_do_update(index_elements=list(table.primary_key), set_=changed), rows)
 
     def _save_snapshot(
-        self, connection: Connection, pool: str, epoch: int, now: float, state: Mapping[str, Any], last_id: str | None
+        self,
+        connection: Connection,
+        pool: str,
+        epoch: int,
+        now: float,
+        state: Mapping[str, Any] | str,
+        last_id: str | None,
     ) -> None:
         row: dict[str, Any] = {"epoch": epoch, "time": now, "state": state}
         insert = self._insert(tables.snapshots).values(pool=pool, last_id=last_id or "0-0", **row)

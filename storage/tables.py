@@ -56,13 +56,14 @@ class UtcTime(TypeDecorator[datetime]):
 
 
 class Json(TypeDecorator[Any]):
-    """JSON text, the same on every database. Numbers come back bit for bit, infinities and NaN included."""
+    """JSON text, the same on every database. Numbers come back bit for bit, infinities and NaN included. A string is
+    taken for text that was encoded before (`to_json`)."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return None if value is None else json.dumps(value, separators=(",", ":"), default=plain_number)
+        return value if value is None or isinstance(value, str) else to_json(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
         return None if value is None else json.loads(value)
@@ -80,6 +81,11 @@ def as_utc(value: float | datetime) -> datetime:
         return datetime.fromtimestamp(value, UTC)
     except (OverflowError, OSError) as e:
         raise ValueError(f"not a time: {value}") from e
+
+
+def to_json(value: Any) -> str:
+    """The text that a `Json` column holds for ``value``."""
+    return json.dumps(value, separators=(",", ":"), default=plain_number)
 
 
 def plain_number(value: Any) -> Any:

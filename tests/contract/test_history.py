@@ -16,7 +16,7 @@ from storage.errors import LeaseRefused, SchemaTooNew, StorageError
 from storage.history import Alert, History, Point, decision_of
 from storage.leader import Leadership, single_controller
 from storage.records import Lease
-from storage.tables import metadata
+from storage.tables import metadata, to_json
 from tests.support_storage import NOW, a_decision, a_fork, a_lease, a_request, a_score, touched
 
 
@@ -232,7 +232,7 @@ def test_a_position_without_its_state_is_misuse(history: History, epoch: int) ->
     history.save_tick("chat", epoch, NOW, snapshot={"n": 1})
     assert history.load_snapshot("chat") == ({"n": 1}, "0-0")
     history.save_tick("chat", epoch, NOW, snapshot={"n": 2}, last_id="7-0")
-    history.save_tick("chat", epoch, NOW, snapshot={"n": 3}, last_id=None)
+    history.save_tick("chat", epoch, NOW, snapshot=to_json({"n": 3}), last_id=None)
     assert history.load_snapshot("chat") == ({"n": 3}, "7-0")
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from controller.allowance import Allowance
+from controller.shown import frontier_points, of_curve, positions, short
+from controller.solve import round_seconds
 from controller.steer import ClassSteer
-from controller.view import AlertView, ClassView
+from controller.view import AlertView, ClassView, Estimate
 from storage.history import Point
 from storage.records import Decision
+
+SHOWN_POSITIONS = (1, 2, 4, 8)  # of a block, whose acceptance is kept over time
 
 
 def class_view(steer: ClassSteer, epoch: int, seq: int, ttl_s: float) -> ClassView:
@@ -47,8 +54,46 @@ def class_view(steer: ClassSteer, epoch: int, seq: int, ttl_s: float) -> ClassVi
         quality_lossless=meter.ratio("lossless_score", "lossless_labels"),
         requests_in_window=allowance.requests_in_window,
         max_loss=steer.policy.max_loss,
+        metric=steer.policy.metric,
+        window_s=steer.policy.window_s,
+        confidence=steer.policy.confidence,
+        seconds_per_request=meter.ratio("request_s", "requests"),
+        seconds_to_first_token=meter.ratio("first_token_s", "requests"),
+        lease=decision.lease,
         counters=dict(steer.totals),
+        **_of_curve(steer, allowance),
     )
+
+
+def _of_curve(steer: ClassSteer, allowance: Allowance) -> dict[str, Any]:
+    """The fields that come from the curve of the last decision; without one, those that need none."""
+    curve, solution = steer.curve, steer.solution
+    loss, loss_upper = loss_per_request(allowance, steer.policy.max_loss)
+    estimates = {
+        "loss": Estimate(value=loss, high=loss_upper),
+        "loss_per_touch": Estimate(value=None, high=short(allowance.u_kappa)),
+    }
+    if curve is None or solution is None or steer.decision is None:
+        return {"estimates": estimates}
+    table = steer.decision.lease.table
+    rows = next((r.batch for r in table if (r.g, r.theta) == (solution.g, solution.theta)), table[0].batch)
+    costs, lengths = steer.costs, steer.policy.g_max + 1
+    seconds = round_seconds(costs.draft_s(rows), costs.verify_s(rows), float(costs.overhead_s(rows)), lengths)
+    return {
+        "estimates": estimates | of_curve(curve, solution, steer.estimator.acceptance, steer.estimator.examined),
+        "positions": positions(curve, solution),
+        "frontier": frontier_points(curve, seconds, steer.policy.max_theta),
+        "frontier_at": (short(solution.touches_per_token_upper), short(solution.speedup_plain)),
+        "frontier_allowed": short(allowance.d_allowed),
+    }
+
+
+def loss_per_request(allowance: Allowance, max_loss: float) -> tuple[float | None, float | None]:
+    """Mean loss of the window's requests: estimate, and what it may be at most. None where nothing is tolerated."""
+    expected = allowance.budget / max_loss if max_loss > 0 else 0.0
+    if expected <= 0:
+        return None, None
+    return short(allowance.spent / expected), short(allowance.spent_upper / expected)
 
 
 def point_of(steer: ClassSteer, decision: Decision, now: float) -> Point:
@@ -57,6 +102,8 @@ def point_of(steer: ClassSteer, decision: Decision, now: float) -> Point:
     if allowance is None:
         raise ValueError("point_of before the first decision")
     row = decision.lease.knobs(1)
+    loss, loss_upper = loss_per_request(allowance, steer.policy.max_loss)
+    accepted = positions(steer.curve, solution) if steer.curve is not None and solution is not None else ()
     values: dict[str, float | None] = {
         "g": float(row.g),
         "theta": row.theta,
@@ -79,7 +126,13 @@ def point_of(steer: ClassSteer, decision: Decision, now: float) -> Point:
         "tau_seen": allowance.tau_seen,
         "burn": max(allowance.burn.values(), default=0.0),
         "forks_matured": float(allowance.forks_matured),
+        "loss": loss,
+        "loss_upper": loss_upper,
+        "max_loss": steer.policy.max_loss,
+        "seconds_per_request": meter.ratio("request_s", "requests"),
+        "seconds_to_first_token": meter.ratio("first_token_s", "requests"),
     }
+    values |= {f"accepted_{j}": accepted[j - 1] for j in SHOWN_POSITIONS if j <= len(accepted)}
     return Point(
         pool=steer.policy.pool,
         traffic_class=steer.policy.traffic_class,

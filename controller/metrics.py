@@ -1,18 +1,22 @@
 """What the controller exports to Prometheus; every metric is in the table of `docs/metrics.md`.
 
 Counters are exported and ratios are left to queries (a ratio of two rates is right over any window, an exported ratio
-over none). The values are read from the newest `PoolView` at scrape time, so a class that is gone leaves no series.
+over none). The values are read from the newest `PoolView` at scrape time, so a class that is gone leaves no series. A
+controller that does not lead a pool exports nothing of its classes.
 Labels are bounded: pools and classes come from the policies, arms and states from fixed lists, and of classes beyond
 `MAX_CLASSES` and of other names beyond `MAX_NAMES` nothing is exported. No request ids.
 """
 
 from __future__ import annotations
 
+import contextlib
+import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -20,6 +24,8 @@ from controller.view import ARMS, STATES, Board, ClassView, PoolView
 
 MAX_CLASSES = 64
 MAX_NAMES = 32
+OVERRIDES = ("freeze", "lossless")
+SIGNALS = ("draft", "mix", "cost", "quality")
 TICK_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 Samples = Iterable[tuple[tuple[str, ...], float | None]]
@@ -58,6 +64,11 @@ class ControllerMetrics(Collector):
         self._tick_seconds = Histogram(
             "lenity_tick_seconds", "Time that a tick took.", ["pool"], buckets=TICK_BUCKETS, registry=registry
         )
+        self._files = Gauge(
+            "lenity_policy_files_rejected", "Policy files that are refused and govern no pool.", registry=registry
+        )
+        build = Gauge("lenity_build_info", "1, with the versions that run.", ["version", "python"], registry=registry)
+        build.labels(_version(), platform.python_version()).set(1)
         registry.register(self)
         if board is not None:
             board.listen(self.update)
@@ -68,6 +79,18 @@ class ControllerMetrics(Collector):
         self._tick_seconds.labels(view.pool).observe(view.tick_seconds)
         with self._lock:
             self._views[view.pool] = view
+
+    def forget(self, pool: str) -> None:
+        """Show ``pool`` no longer."""
+        with self._lock:
+            self._views.pop(pool, None)
+        for metric in (self._ticks, self._tick_seconds):
+            with contextlib.suppress(KeyError):
+                metric.remove(pool)
+
+    def files_rejected(self, count: int) -> None:
+        """Show how many policy files are refused and govern no pool (`PolicySet.rejected`)."""
+        self._files.set(count)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """The families, read from the newest views."""
@@ -100,7 +123,7 @@ def _by_class(
     """A family with the labels ``pool``, ``class`` and ``labels``, where ``read`` gives the values of the last."""
 
     def samples(view: PoolView) -> Samples:
-        for c in view.classes[:MAX_CLASSES]:
+        for c in view.classes[:MAX_CLASSES] if view.leader else ():
             for values, value in read(c):
                 yield (view.pool, c.traffic_class, *values), value
 
@@ -135,13 +158,34 @@ def _speedups(c: ClassView) -> Samples:
     return [(("plain",), c.predicted_speedup_plain), (("lossless",), c.predicted_speedup_lossless)]
 
 
+def _override(c: ClassView) -> Samples:
+    return [((kind,), float(c.override == kind)) for kind in OVERRIDES]
+
+
+def _detected(c: ClassView) -> Samples:
+    return [((signal,), c.counters.get(f"detected.{signal}", 0.0)) for signal in SIGNALS]
+
+
+def _drawn(c: ClassView) -> Samples:
+    lease = c.lease
+    return [] if lease is None else [(("holdback",), lease.holdback), (("fork",), lease.fork)]
+
+
 def _touches(c: ClassView) -> Samples:
     return [(("allowed",), c.touches_per_request_allowed), (("seen",), c.touches_per_request_seen)]
+
+
+def _version() -> str:
+    try:
+        return version("lenity")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 FAMILIES: tuple[Family, ...] = (
     _by_class("lenity_requests", "Finished requests.", ("arm",), _requests, CounterMetricFamily),
     _count("lenity_touches", "Tokens that leniency accepted and lossless verification would have rejected.", "touches"),
+    _count("lenity_lenient_touches", "Touches of requests whose leniency was kept.", "lenient_touches"),
     _count("lenity_tokens", "Emitted tokens.", "tokens"),
     _count("lenity_target_passes", "Forward passes of the target model.", "target_passes"),
     _count("lenity_drafted_tokens", "Drafted tokens.", "drafted"),
@@ -149,11 +193,14 @@ FAMILIES: tuple[Family, ...] = (
     _count("lenity_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
     _count("lenity_request_seconds", "Time spent on finished requests.", "request_seconds"),
     _count("lenity_forks", "Paired forks that ran to their end.", "forks"),
+    _count("lenity_fork_target_passes", "Target passes that forks cost.", "fork_target_passes"),
+    _by_class("lenity_detected_changes", "Changes detected.", ("signal",), _detected, CounterMetricFamily),
     _by_class("lenity_scores", "Quality scores received.", ("metric", "arm"), _scores("scores"), CounterMetricFamily),
     _by_class(
         "lenity_score_sum", "Sum of quality scores.", ("metric", "arm"), _scores("score_sum"), CounterMetricFamily
     ),
     _by_class("lenity_state", "1 for the state that the class is in, 0 for the others.", ("state",), _state),
+    _by_class("lenity_override", "1 while an operator's order holds.", ("order",), _override),
     _per_class("lenity_theta", "Leniency knob in use, 0 is lossless.", lambda c: c.theta),
     _per_class("lenity_rho", "Mixing weight of the accept rule in use.", lambda c: c.rho),
     _per_class("lenity_block_length_tokens", "Draft tokens per round in use.", lambda c: c.g),
@@ -167,6 +214,13 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _per_class("lenity_max_loss_ratio", "Mean loss that the policy tolerates.", lambda c: c.max_loss),
     _per_class("lenity_loss_per_touch_upper", "Upper bound on the loss per touch, U_kappa.", lambda c: c.u_kappa),
+    _by_class(
+        "lenity_loss_per_touch_lower",
+        "Lower bound on the loss per touch by a paging rule's long window; 0 while it has too few labels.",
+        ("window",),
+        lambda c: [((window,), lower) for window, lower in list(c.burn_lower.items())[:MAX_NAMES]],
+    ),
+    _by_class("lenity_drawn_ratio", "Share of touched requests drawn for holdback or a fork.", ("what",), _drawn),
     _per_class("lenity_window_requests", "Requests in the budget's window.", lambda c: c.requests_in_window),
     _per_class("lenity_evidence_forks", "Paired forks that count as evidence now.", lambda c: c.forks_matured),
     _per_class("lenity_labels_needed", "Labelled requests needed for a measurement.", lambda c: c.labels_needed),

@@ -51,9 +51,10 @@ class ClassView:
     """One traffic class as of one tick; ``None`` means not known yet, except for ``mu``, where it means infinity.
 
     ``state`` is one of `STATES`. ``counters`` are cumulative and never fall while the controller runs; the keys are
-    ``requests.<arm>``, ``touches``, ``tokens``, ``target_passes``, ``drafted``, ``examined``, ``accepted``,
-    ``request_seconds``, ``forks``, ``scores.<arm>.<metric>`` and ``score_sum.<arm>.<metric>`` with the arms of `ARMS`
-    (a forked branch counts under the arm that it stands for). A missing key reads as 0.
+    ``requests.<arm>``, ``touches``, ``lenient_touches``, ``tokens``, ``target_passes``, ``drafted``, ``examined``,
+    ``accepted``, ``request_seconds``, ``forks``, ``fork_target_passes``, ``detected.<signal>``,
+    ``scores.<arm>.<metric>`` and ``score_sum.<arm>.<metric>`` with the arms of `ARMS` (a forked branch counts under the
+    arm that it stands for). A missing key reads as 0.
 
     ``estimates`` are named ``acceptance``, ``tokens_per_pass``, ``touches_per_token``, ``loss`` (per request of the
     window) and ``loss_per_touch``. ``positions`` is the probability to accept at each drafted position, given that it
@@ -87,6 +88,7 @@ class ClassView:
     budget: float = 0.0
     remaining: float = 1.0
     burn: Mapping[str, float] = field(default_factory=dict)
+    burn_lower: Mapping[str, float] = field(default_factory=dict)  # loss per touch at least, by long window
     alerts: tuple[AlertView, ...] = ()
     forks_matured: int = 0
     labels_needed: int | None = None

@@ -49,6 +49,9 @@ def _postgres() -> str | None:
 PEERS = {
     "redis-server": (_redis_server, "apt-get install -y redis-server"),
     "postgresql": (_postgres, "apt-get install -y postgresql"),
+    "promtool": (lambda: shutil.which("promtool"), "apt-get install -y prometheus"),
+    "prometheus": (lambda: shutil.which("prometheus"), "apt-get install -y prometheus"),
+    "amtool": (lambda: shutil.which("amtool"), "apt-get install -y prometheus-alertmanager"),
     "chromium": (lambda: shutil.which("chromium"), "apt-get install -y chromium"),
     "systemd": (lambda: shutil.which("systemd-analyze"), "apt-get install -y systemd"),
 }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from controller.metrics import MAX_CLASSES, MAX_NAMES, ControllerMetrics
 from controller.view import STATES, AlertView, Board, ClassView, PoolView
+from storage.records import KnobRow, Lease
 
 DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -35,7 +37,10 @@ CLASS = ClassView(
     touches_per_request_allowed=0.8,
     touches_per_request_seen=0.7,
     remaining=-0.25,
-    burn={"1h/5m": 3.5},
+    burn={"1h": 3.5},
+    burn_lower={"1h": 0.02},
+    override="freeze",
+    lease=Lease("demo", "default", 3, 17, 4, 1.7e9, 10.0, "token_v3", (KnobRow(1, 5, 0.4, 1.0),), holdback=0.1, fork=0.5),
     alerts=(AlertView(name="burn 1h/5m", firing=True, detail="3.5 times the plan"),),
     labels_needed=40,
     counters={
@@ -43,6 +48,9 @@ CLASS = ClassView(
         "requests.lenient": 27.0,
         "requests.holdback": 3.0,
         "touches": 55.0,
+        "lenient_touches": 52.0,
+        "fork_target_passes": 700.0,
+        "detected.draft": 2.0,
         "tokens": 9_000.0,
         "target_passes": 3_000.0,
         "scores.lenient.answer.v2": 25.0,
@@ -89,6 +97,9 @@ def test_counters_are_the_views_totals(registry: CollectorRegistry, board: Board
     board.publish(replace(POOL, classes=(replace(CLASS, counters={**CLASS.counters, "touches": 60.0}),)))
     assert read(registry, "lenity_requests_total", cls="default", arm="holdback") == 3
     assert read(registry, "lenity_touches_total", cls="default") == 60
+    assert read(registry, "lenity_lenient_touches_total", cls="default") == 52
+    assert read(registry, "lenity_fork_target_passes_total", cls="default") == 700
+    assert read(registry, "lenity_detected_changes_total", cls="default", signal="draft") == 2
     assert read(registry, "lenity_dead_letters_total") == 2
     assert read(registry, "lenity_forks_total", cls="default") == 0, "a missing total reads as zero"
     assert read(registry, "lenity_ticks_total") == 2
@@ -114,7 +125,11 @@ def test_exactly_one_state_is_set(registry: CollectorRegistry, board: Board, sta
 def test_gauges_follow_the_newest_view(registry: CollectorRegistry, board: Board) -> None:
     board.publish(POOL)
     assert read(registry, "lenity_budget_remaining_ratio", cls="default") == -0.25
-    assert read(registry, "lenity_burn_rate", cls="default", window="1h/5m") == 3.5
+    assert read(registry, "lenity_burn_rate", cls="default", window="1h") == 3.5
+    assert read(registry, "lenity_loss_per_touch_lower", cls="default", window="1h") == 0.02
+    assert read(registry, "lenity_drawn_ratio", cls="default", what="fork") == 0.5
+    assert read(registry, "lenity_override", cls="default", order="freeze") == 1
+    assert read(registry, "lenity_override", cls="default", order="lossless") == 0
     assert read(registry, "lenity_alert_firing", cls="default", alert="burn 1h/5m") == 1
     assert read(registry, "lenity_policy_rejected") == 0
     board.publish(replace(POOL, policy_rejected="policy.yaml:3: bad", last_telemetry_age_s=None))
@@ -128,16 +143,32 @@ def test_a_class_that_is_gone_leaves_no_series(registry: CollectorRegistry, boar
     assert read(registry, "lenity_theta", cls="default") is None
 
 
+def test_a_pool_led_elsewhere_shows_no_classes(registry: CollectorRegistry, board: Board) -> None:
+    board.publish(replace(POOL, leader=False))
+    assert read(registry, "lenity_leader") == 0
+    assert read(registry, "lenity_requests_total", cls="default", arm="lenient") is None
+
+
+def test_a_pool_that_is_gone_leaves_no_series(registry: CollectorRegistry) -> None:
+    metrics = ControllerMetrics(registry)
+    metrics.forget("demo")
+    metrics.update(POOL)
+    metrics.forget("demo")
+    assert [s for family in registry.collect() for s in family.samples if "pool" in s.labels] == []
+
+
 def test_labels_stay_bounded(registry: CollectorRegistry, board: Board) -> None:
     """Whatever the traffic calls itself, the number of series has an end."""
     wild = replace(
         CLASS,
         burn={f"w{i}": 1.0 for i in range(1_000)},
+        burn_lower={f"w{i}": 0.1 for i in range(1_000)},
         alerts=tuple(AlertView(name=f"a{i}", firing=False, detail="") for i in range(1_000)),
         counters={f"scores.lenient.m{i}": 1.0 for i in range(1_000)},
     )
     board.publish(replace(POOL, classes=tuple(replace(wild, traffic_class=f"c{i}") for i in range(200))))
     samples = [s for family in registry.collect() for s in family.samples]
+    assert not {label for s in samples for label in s.labels if "request" in label}
     for label, bound in {"class": MAX_CLASSES, "window": MAX_NAMES, "alert": MAX_NAMES, "metric": MAX_NAMES}.items():
         assert len({s.labels[label] for s in samples if label in s.labels}) == bound
 
@@ -153,7 +184,8 @@ def test_the_exposition_is_valid_openmetrics(registry: CollectorRegistry, board:
 def documented() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Name, type and labels of every row of the table."""
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]+) \| [^|]* \| \S[^|]* \|$", DOC.read_text(), re.MULTILINE)
-    return {name: (kind, tuple(labels.split(", "))) for name, kind, labels in rows}
+    named = {name: (kind, tuple(labels.split(", "))) for name, kind, labels in rows if "_worker_" not in name}
+    return {name: (kind, () if labels == ("none",) else labels) for name, (kind, labels) in named.items()}
 
 
 def exported(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -174,3 +206,12 @@ def test_names_follow_the_convention(registry: CollectorRegistry, board: Board) 
     for name, (kind, _) in exported(registry).items():
         assert re.fullmatch(r"lenity_[a-z_]+", name)
         assert name.endswith("_total") == (kind == "counter")
+
+
+@pytest.mark.peer("promtool")
+def test_prometheus_finds_nothing_to_say_against_names_and_helps(registry: CollectorRegistry, board: Board) -> None:
+    board.publish(POOL)
+    check = subprocess.run(
+        ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, check=False
+    )
+    assert (check.returncode, check.stdout.decode(), check.stderr.decode()) == (0, "", "")

@@ -20,6 +20,7 @@ import structlog
 from controller.costs import CostModel
 from controller.ingest import Batch, Deduplicator, Source, by_kind, drain
 from controller.steer import ClassSteer, Fence, kept_at_age
+from controller.tracing import traced
 from controller.view import Board, PoolView
 from controller.views import class_view, point_of
 from policies.reload import PolicyFile
@@ -114,6 +115,7 @@ class PoolLoop:
 
     # -- one tick ------------------------------------------------------------------------------------------------------
 
+    @traced("tick")
     def tick(self, now: float) -> None:
         """Observe what has come, decide, save, lease, show. Raises FencedOff when a newer controller has taken over."""
         started = self._cpu_clock()
@@ -125,6 +127,7 @@ class PoolLoop:
         self._lease(decisions)
         self._show(now, self._cpu_clock() - started)
 
+    @traced("policy")
     def _poll_policy(self, now: float) -> None:
         before = self._file.rejected
         change = self._file.poll()
@@ -161,6 +164,7 @@ class PoolLoop:
         if accepted:
             self.revision = revision
 
+    @traced("ingest")
     def _ingest(self, now: float) -> Batch:
         try:
             batch = drain(self._reader, self._seen, self.pool)
@@ -192,6 +196,7 @@ class PoolLoop:
         else:
             steer.observe_block(record, now)
 
+    @traced("decide")
     def _decide(self, now: float) -> list[Decision]:
         decisions = []
         for steer in self.classes.values():
@@ -216,6 +221,7 @@ class PoolLoop:
                 log.warning("alert", pool=self.pool, name=alert.name, firing=alert.firing, detail=alert.detail)
                 self._unsaved.alerts.append(Alert(self.pool, name, now, alert.name, alert.firing, alert.detail))
 
+    @traced("save")
     def _save(self, now: float, batch: Batch) -> None:
         u = self._unsaved
         try:
@@ -245,6 +251,7 @@ class PoolLoop:
         except StorageError as e:  # they come again after a restart, and the saved position skips them
             self.degraded["stream"] = f"could not acknowledge: {e}"
 
+    @traced("lease")
     def _lease(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             try:
@@ -254,6 +261,7 @@ class PoolLoop:
             except StorageError as e:
                 self.degraded["lease"] = f"lease not renewed, workers turn lossless when it ends: {e}"
 
+    @traced("show")
     def _show(self, now: float, seconds: float) -> None:
         try:
             lag = self._reader.lag()

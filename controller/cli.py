@@ -54,6 +54,9 @@ def controller(
         Path | None, typer.Option(help="Reading needs a token too: one of this file's, in the same form.")
     ] = None,
     half_life_rounds: Annotated[float, typer.Option(min=100, help="Memory of the estimates, in rounds.")] = 4000.0,
+    traces: Annotated[
+        str | None, typer.Option(help="Send traces of the loop here: OTLP over HTTP (needs the extra otel).")
+    ] = None,
     log_format: LogFormatOption = LogFormat.auto,
     config: ConfigOption = None,
 ) -> None:
@@ -63,13 +66,16 @@ def controller(
     """
     from controller.loop import LoopConfig
     from controller.service import Service, ServiceConfig
+    from controller.tracing import open_traces
 
     configure_logging("controller", log_format)
     if ttl < 3 * tick:
         raise typer.BadParameter(f"a lease of {ttl:g} s must outlast three ticks of {tick:g} s", param_hint="--ttl")
     loop = LoopConfig(tick_s=tick, ttl_s=ttl, half_life_rounds=half_life_rounds)
-    service = Service(ServiceConfig(redis_url, database, tuple(policy), host, port, loop, tokens_file, read_token_file))
-    raise typer.Exit(service.run())
+    settings = ServiceConfig(redis_url, database, tuple(policy), host, port, loop, tokens_file, read_token_file)
+    with open_traces(traces):
+        code = Service(settings).run()
+    raise typer.Exit(code)
 
 
 @app.command(context_settings=PASS_ON)

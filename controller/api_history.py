@@ -14,8 +14,10 @@ from controller.api_json import Series, columns, plain
 
 Until = Annotated[float | None, Query(alias="to", ge=0, le=1e11, allow_inf_nan=False, description="Unix seconds")]
 Step = Annotated[float | None, Query(ge=1, le=366 * 86_400, allow_inf_nan=False, description="seconds; gives means")]
+Changes = Annotated[bool, Query(description="only where state or reason changed; the last day's without `since`")]
 Rows = list[dict[str, Any]]
 ALL_ROWS = 10_000
+DAY_S = 86_400.0
 
 
 def router(context: Context) -> APIRouter:
@@ -36,13 +38,18 @@ def router(context: Context) -> APIRouter:
         """What the loop saw and set at each tick, in columns; with `step` the means over steps of so many seconds."""
         context.check_class(pool, cls)
         after = since or 0.0
-        rows = history.points(pool, cls, after, limit if step is None else ALL_ROWS, until)
+        rows = history.points(pool, cls, after, limit if step is None else ALL_ROWS, until, step)
         return columns(pool, cls, rows, after, limit, math.inf if until is None else until, step)
 
     @routes.get("/v1/pools/{pool}/decisions")
-    def decisions(pool: PoolName, cls: AnyClass = None, since: Since = None, limit: RowLimit = 100) -> Rows:
+    def decisions(
+        pool: PoolName, cls: AnyClass = None, since: Since = None, limit: RowLimit = 100, changes: Changes = False
+    ) -> Rows:
         """Leases with everything that led to them, newest first."""
         context.check_class(pool, cls)
+        if changes:
+            after = max(0.0, context.clock() - DAY_S) if since is None else since
+            return [plain(row) for row in history.decision_changes(pool, cls, after, limit)]
         return [plain(row) for row in history.decisions(pool, cls, since, limit)]
 
     @routes.get("/v1/pools/{pool}/alerts")

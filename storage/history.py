@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, cas
 from sqlalchemy.dialects import postgresql, sqlite
 
 from storage import operators, schema, summary, tables
+from storage.changes import changed_decisions
 from storage.convert import Alert, Point, clean, decision_dict, decision_of, decision_row, fields, point_row
 from storage.database import Database
 from storage.errors import LeaseRefused
@@ -274,6 +275,12 @@ class History:
         query = select(table).where(table.c.pool == pool, *(() if cls is None else (table.c.traffic_class == cls,)))
         rows = self._rows(_later(query, table.c.time, since).order_by(table.c.time.desc(), table.c.id.desc()), limit)
         return [decision_dict(row) for row in rows]
+
+    def decision_changes(
+        self, pool: str, cls: str | None, since: float | datetime, limit: int = 100
+    ) -> list[dict[str, Any]]:
+        """Of the decisions later than `since` those whose state or reason differs from the one before, newest first."""
+        return [decision_dict(row) for row in self._rows(changed_decisions(pool, cls, since), limit)]
 
     def alerts(
         self, pool: str, cls: str | None = None, since: float | datetime | None = None, limit: int = 100

@@ -75,11 +75,14 @@ class MemoryHistory:
     newest: list[dict[str, Any]] = field(default_factory=list)
     broken: bool = False
 
-    def points(self, pool: str, cls: str, since: float, limit: int, until: float | None = None) -> list[Any]:
+    def points(self, pool: str, cls: str, since: float, limit: int, *_: object) -> list[Any]:
         return []
 
     def decisions(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[dict[str, Any]]:
         self._check()
+        return self.newest[:limit]
+
+    def decision_changes(self, pool: str, cls: str | None, since: float, limit: int) -> list[dict[str, Any]]:
         return self.newest[:limit]
 
     def alerts(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[Any]:

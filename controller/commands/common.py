@@ -1,4 +1,4 @@
-"""What the commands share: options, output, errors, and one question to a running controller."""
+"""What the commands share: options, output and errors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,3 @@ def print_json(value: Any) -> None:
     """``value`` as one line of JSON on standard output."""
     sys.stdout.write(json.dumps(value, default=str) + "\n")
 
-
-def get(url: str, path: str) -> Any:
-    """The JSON answer of the controller at ``url``."""
-    import httpx
-
-    try:
-        answer = httpx.get(url.rstrip("/") + path, timeout=5.0)
-        answer.raise_for_status()
-    except httpx.HTTPError as e:
-        raise SystemExit(
-            f"lenity: no answer from the controller at {url} ({e}); is `lenity controller` running?"
-        ) from e
-    return answer.json()

@@ -63,6 +63,7 @@ class World:
     rows: list[Row] = field(default_factory=list)
     fired: list[dict[str, object]] = field(default_factory=list)
     revisions: list[dict[str, object]] = field(default_factory=list)
+    decided: list[dict[str, object]] = field(default_factory=list)
     ordered: list[dict[str, object]] = field(default_factory=list)
     lag: float = 0.0
     interval_s: float = 60.0  # long, so that a slow machine is not taken for a stopped loop
@@ -104,11 +105,14 @@ class World:
         )
         self.board.publish(replace(view, **changes))  # type: ignore[arg-type]
 
-    def points(self, pool: str, cls: str, since: float, limit: int, until: float | None = None) -> list[Row]:
+    def points(self, pool: str, cls: str, since: float, limit: int, *_: object) -> list[Row]:
         return [row for row in self.rows if row.time > since][-limit:]
 
     def decisions(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[object]:
         return []
+
+    def decision_changes(self, pool: str, cls: str | None, since: float, limit: int) -> list[dict[str, object]]:
+        return self.decided[::-1]
 
     def alerts(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[dict[str, object]]:
         return self.fired

@@ -71,7 +71,7 @@ class FakeHistory:
     broken: bool = False
     revisions: list[dict[str, Any]] = field(default_factory=list)
 
-    def points(self, pool: str, cls: str, since: float, limit: int, until: float | None = None) -> list[Row]:
+    def points(self, pool: str, cls: str, since: float, limit: int, *_: object) -> list[Row]:
         if self.broken:
             raise StorageError("sqlite:///secret/path is locked")
         self.asked.append((pool, cls, since, limit))
@@ -80,6 +80,10 @@ class FakeHistory:
     def decisions(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[dict[str, Any]]:
         self.asked.append((pool, cls, since, limit))
         return [{"time": datetime.fromtimestamp(NOW, UTC), "state": "measured", "bounds": {"u": math.inf}}]
+
+    def decision_changes(self, pool: str, cls: str | None, since: float, limit: int) -> list[dict[str, Any]]:
+        self.asked.append((pool, cls, since, limit))
+        return []
 
     def alerts(self, pool: str, cls: str | None, since: float | None, limit: int) -> list[AlertView]:
         return [AlertView(name="burn", firing=True, detail="fast")]
@@ -260,6 +264,13 @@ def test_revisions_say_what_changed(world: World) -> None:
     world.history.revisions = rows[1:]
     policy = world.get("/v1/pools/demo/policy").json()
     assert (policy["active"]["revision"], policy["rejected"]["revision"]) == (2, 3)
+
+
+def test_only_changes_can_be_asked_for(world: World) -> None:
+    """Without a time since when, those of the last day."""
+    assert world.get("/v1/pools/demo/decisions?changes=true&limit=7").json() == []
+    world.get(f"/v1/pools/demo/decisions?changes=true&since={NOW - 5}")
+    assert world.history.asked == [("demo", None, NOW - 86_400, 7), ("demo", None, NOW - 5, 100)]
 
 
 def test_the_real_history_fits(tmp_path: Path) -> None:

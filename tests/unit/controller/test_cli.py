@@ -53,12 +53,14 @@ def test_a_lease_must_outlast_three_ticks() -> None:
     assert "three ticks" in result.output
 
 
-def test_status_without_a_controller_says_what_to_do() -> None:
-    """One line, no traceback."""
+def test_without_a_controller_one_line_says_what_to_do() -> None:
+    """No traceback, and an exit code of its own."""
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
-    with pytest.raises(SystemExit, match="is `lenity controller` running"):
-        _run(["status", "--url", f"http://127.0.0.1:{port}"])
+    result = runner.invoke(app, ["status", "--url", f"http://127.0.0.1:{port}"])
+    assert result.exit_code == 4
+    assert "is `lenity controller` running" in result.stderr
+    assert "Traceback" not in result.output
 
 
 def test_a_missing_policy_file_is_one_line(tmp_path: Path) -> None:

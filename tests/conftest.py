@@ -53,6 +53,7 @@ PEERS = {
     "prometheus": (lambda: shutil.which("prometheus"), "apt-get install -y prometheus"),
     "amtool": (lambda: shutil.which("amtool"), "apt-get install -y prometheus-alertmanager"),
     "chromium": (lambda: shutil.which("chromium"), "apt-get install -y chromium"),
+    "curl": (lambda: shutil.which("curl"), "apt-get install -y curl"),
     "systemd": (lambda: shutil.which("systemd-analyze"), "apt-get install -y systemd"),
 }
 

@@ -34,9 +34,11 @@ class Source(Protocol):
 
 @dataclass
 class Batch:
-    """What one drain brought: records in stream order, the ids to acknowledge once they are saved, and counts."""
+    """What one drain brought: records in stream order with the entries they were, the ids to acknowledge once they are
+    saved (duplicates too), and counts."""
 
     records: list[Record] = field(default_factory=list)
+    entries: list[str] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     last_id: str | None = None
     duplicates: int = 0
@@ -152,6 +154,7 @@ def drain(source: Source, seen: Deduplicator, pool: str, *, limit: int = 5000) -
             batch.ids.append(entry_id)
             if seen.is_new(record):
                 batch.records.append(record)
+                batch.entries.append(entry_id)
             else:
                 batch.duplicates += 1
         if not entries or source.careful:

@@ -1,11 +1,11 @@
 """One pool's control loop: everything that happens in one `tick(now)`.
 
-    policy edits -> telemetry in -> for each class: estimate, govern, solve -> save -> lease -> acknowledge -> show
+    policy edits -> telemetry in -> orders -> for each class: estimate, govern, solve -> save -> lease -> acknowledge
 
 Saving comes before leasing, so that every lease a worker may act on is in the database together with the state that
 led to it and the stream position it had seen; after a crash the entries since then come again and nothing is counted
-twice. When the database is away the loop goes on from memory and saves what has collected later; when the stream is
-away no lease can be renewed and the workers turn lossless by themselves.
+twice. When the database is away or slow the loop goes on from memory (`controller.saver`); when the stream is away no
+lease can be renewed and the workers turn lossless by themselves.
 """
 
 from __future__ import annotations
@@ -13,25 +13,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import structlog
 
 from controller.costs import CostModel
 from controller.ingest import Batch, Deduplicator, Source, by_kind, drain
+from controller.orders import Orders
+from controller.rollup import Rollup
+from controller.saver import Saver, Tick
 from controller.steer import ClassSteer, Fence, kept_at_age
 from controller.tracing import traced
-from controller.view import Board, PoolView
+from controller.view import Board, PoolView, Wanted
 from controller.views import class_view, point_of
-from policies.reload import PolicyFile
+from policies.reload import Followed
 from storage.errors import LeaseRefused, StorageError
 from storage.history import Alert, History, Point
-from storage.records import Decision, ForkRecord, Lease, QualityScore, Record, RequestRecord
+from storage.records import (
+    ALL_CLASSES,
+    Decision,
+    ForkRecord,
+    Lease,
+    OperatorAction,
+    QualityScore,
+    Record,
+    RequestRecord,
+    to_fields,
+)
+from storage.tables import to_json
 
 log = structlog.get_logger(__name__)
 
 MAX_CLASSES = 64
-_MAX_UNSAVED = 200_000
+MAX_WANTED = 100  # requests per class shown as worth a label
 
 
 class FencedOff(Exception):
@@ -41,7 +56,10 @@ class FencedOff(Exception):
 class Reader(Source, Protocol):
     """What the loop needs of `storage.stream.StreamReader` beyond reading."""
 
+    lost: int
+
     def ack(self, ids: list[str]) -> None: ...
+    def ack_up_to(self, entry_id: str) -> None: ...
     def lag(self) -> int: ...
 
 
@@ -51,18 +69,35 @@ class Leases(Protocol):
     def write(self, lease: Lease) -> None: ...
 
 
+class FollowedPolicy(Protocol):
+    """A policy that may change: `policies.reload.PolicyFile`, or a member of a `PolicySet`."""
+
+    def poll(self) -> object: ...
+
+
 @dataclass(frozen=True)
 class LoopConfig:
-    """Timing of one loop: seconds between ticks, lease ttl in seconds, and the estimator's memory in rounds."""
+    """Timing of one loop: seconds between ticks, lease ttl in seconds, and the estimator's memory in rounds.
+
+    The state is saved every `snapshot_s`; entries read since then are acknowledged with it. A tick waits `patience_s`
+    for the database at most (None: a fifth of the ttl).
+    """
 
     tick_s: float = 1.0
     ttl_s: float = 5.0
     half_life_rounds: float = 4000.0
     meter_s: float = 10.0
+    snapshot_s: float = 1.0
+    patience_s: float | None = None
+
+    @property
+    def patience(self) -> float:
+        """How long a tick waits for the database, in seconds."""
+        return self.ttl_s / 5 if self.patience_s is None else self.patience_s
 
 
 class Unsaved:
-    """What has been observed or decided and is not in the database yet."""
+    """What has been observed or decided since the last tick was handed over for saving."""
 
     def __init__(self) -> None:
         self.requests: list[RequestRecord] = []
@@ -71,10 +106,6 @@ class Unsaved:
         self.decisions: list[Decision] = []
         self.points: list[Point] = []
         self.alerts: list[Alert] = []
-        self.ids: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.requests) + len(self.forks) + len(self.scores) + len(self.decisions) + len(self.points)
 
 
 class PoolLoop:
@@ -82,7 +113,7 @@ class PoolLoop:
 
     def __init__(
         self,
-        policy_file: PolicyFile,
+        policy_file: Followed,
         reader: Reader,
         leases: Leases,
         history: History,
@@ -91,27 +122,43 @@ class PoolLoop:
         epoch: int,
         config: LoopConfig,
         now: float,
+        saver: Saver,
+        holder: str = "",
         cpu_clock: Callable[[], float] = time.perf_counter,
     ):
         self._file, self._reader, self._leases, self._history, self._board = policy_file, reader, leases, history, board
-        self.config, self.epoch, self._cpu_clock = config, epoch, cpu_clock
+        self.config, self.epoch, self.holder, self._cpu_clock = config, epoch, holder, cpu_clock
+        self._saver = saver
         self.policy, sha = policy_file.current
         self.pool = self.policy.pool
         self.costs = CostModel(self.policy.block.max)
         self.classes: dict[str, ClassSteer] = {}
         self._seen = Deduplicator()
+        self._rollup = Rollup(self.pool)
         self._seq = 0
-        self._last_id: str | None = None
+        self._last_id: str | None = None  # newest entry observed
+        self._saved_id: str | None = None  # newest entry in a state that was handed over
+        self._ids: list[str] = []  # observed since that state
+        self._next_state = 0.0
         self._unsaved = Unsaved()
         self._firing: dict[tuple[str, str], bool] = {}
         self._last_telemetry: float | None = None
-        self.dead_letters = 0
+        self.dead_letters = self.handler_failures = 0
+        self.ticks_missed = self.tick_failures = 0  # of the process; whoever ticks says so
+        self.controllers = 1
         self.degraded: dict[str, str] = {}
-        self._restore(now)
+        self.wanted: tuple[Wanted, ...] = ()
+        self._unrecorded: list[tuple[Any, ...]] = []
+        saved = history.load_snapshot(self.pool)
+        self.orders = Orders(history, saver, self.pool, None if saved is None else saved[0].get("orders"))
+        if saved is not None:
+            self._restore(*saved, now)
         self.revision = history.add_policy_revision(
             self.pool, policy_file.text, sha, str(policy_file.path), now, accepted=True, error=None
         )
-        self._steer("default")
+        self._steer("default", now)
+        for name in self.policy.classes:
+            self._steer(name, now)
 
     # -- one tick ------------------------------------------------------------------------------------------------------
 
@@ -120,73 +167,92 @@ class PoolLoop:
         """Observe what has come, decide, save, lease, show. Raises FencedOff when a newer controller has taken over."""
         started = self._cpu_clock()
         self.degraded.clear()
+        self.orders.ask()
         self._poll_policy(now)
-        batch = self._ingest(now)
+        self._ingest(now)
+        self._obey(now)
         decisions = self._decide(now)
-        self._save(now, batch)
+        self._save(now)
         self._lease(decisions)
+        self._acknowledge()
         self._show(now, self._cpu_clock() - started)
+
+    def finish(self, now: float, seconds: float) -> bool:
+        """Save what was observed and acknowledge it, within so many seconds; whether everything was saved."""
+        self._next_state = now
+        self._save(now)
+        saved = self._saver.finish(seconds)
+        self._acknowledge()
+        return saved
 
     @traced("policy")
     def _poll_policy(self, now: float) -> None:
         before = self._file.rejected
-        change = self._file.poll()
+        change = cast("FollowedPolicy", self._file).poll()
         rejected = self._file.rejected
         if rejected is not None and rejected is not before:
             log.warning("policy edit refused, the last good revision stays active", pool=self.pool, error=str(rejected))
-            self._revision(now, accepted=False, error=str(rejected))
+            text, sha = self._file.rejected_text, self._file.rejected_revision
+            self._unrecorded.append((text, sha, str(self._file.path), now, False, str(rejected)))
+        if change is not None:
+            self.policy, sha = self._file.current
+            self._unrecorded.append((self._file.text, sha, str(self._file.path), now, True, None))
+        self._record_revisions()
         if change is None:
             return
-        policy, _ = self._file.current
-        if policy.pool != self.pool:
-            self.degraded["policy"] = (
-                f"the policy file now names pool {policy.pool!r}; {self.pool!r} keeps its last one"
-            )
-            return
-        self.policy = policy
-        self._revision(now, accepted=True, error=None)
         for name, steer in self.classes.items():
-            steer.set_policy(policy.for_class(name), now)
-        for name in policy.classes:
-            self._steer(name)
+            steer.set_policy(self.policy.for_class(name), now)
+        for name in self.policy.classes:
+            self._steer(name, now)
         log.info("policy revision active", pool=self.pool, revision=self.revision)
 
-    def _revision(self, now: float, *, accepted: bool, error: str | None) -> None:
-        file = self._file
-        text, sha = (file.text, file.current[1]) if accepted else (file.rejected_text, file.rejected_revision)
-        try:
-            revision = self._history.add_policy_revision(
-                self.pool, text, sha, str(file.path), now, accepted=accepted, error=error
-            )
-        except StorageError as e:
-            self.degraded["database"] = f"policy revision not recorded: {e}"
-            revision = self.revision + 1
-        if accepted:
-            self.revision = revision
+    def _record_revisions(self) -> None:
+        """Write down the edits; while the database is away an accepted one has the next number until it has its own."""
+        while self._unrecorded:
+            edit = self._unrecorded[0]
+            number = self._saver.ask(partial(self._history.add_policy_revision, self.pool, *edit), 0)
+            if not number:
+                self.degraded["policy"] = "a policy revision is not recorded yet: the database is away"
+                return
+            if edit[4]:
+                self.revision = number
+            del self._unrecorded[0]
 
     @traced("ingest")
-    def _ingest(self, now: float) -> Batch:
+    def _ingest(self, now: float) -> None:
         try:
             batch = drain(self._reader, self._seen, self.pool)
         except StorageError as e:
             self.degraded["stream"] = f"stream unreachable: {e}"
-            return Batch()
+            return
         self.dead_letters += len(batch.dead)
         for reason in batch.dead[:5]:
             log.warning("entry set aside", pool=self.pool, reason=reason)
         if batch.last_id is not None:
             self._last_id, self._last_telemetry = batch.last_id, now
-        for record in batch.records:
-            self._observe(record, now)
+        self._ids += batch.ids
+        self._observe(batch, now)
         _, requests, forks, scores = by_kind(batch.records)
         self._unsaved.requests += requests
         self._unsaved.forks += forks
         self._unsaved.scores += scores
-        self._unsaved.ids += batch.ids
-        return batch
 
-    def _observe(self, record: Record, now: float) -> None:
-        steer = self._steer(record.traffic_class)
+    def _observe(self, batch: Batch, now: float) -> None:
+        """Take in every record; one that cannot be handled is set aside, and the others count."""
+        for entry_id, record in zip(batch.entries, batch.records, strict=True):
+            try:
+                self._take_in(record, now)
+            except Exception as e:
+                self.handler_failures += 1
+                log.exception("an entry cannot be handled", pool=self.pool, entry=entry_id)
+                reason = f"the handler failed: {type(e).__name__}: {e}"
+                try:
+                    self._reader.dead_letter(entry_id, to_fields(record), reason)
+                except StorageError as away:
+                    self.degraded["stream"] = f"could not set an entry aside: {away}"
+
+    def _take_in(self, record: Record, now: float) -> None:
+        steer = self._steer(record.traffic_class, now)
         if isinstance(record, RequestRecord):
             steer.observe_request(record, now)
         elif isinstance(record, ForkRecord):
@@ -195,16 +261,37 @@ class PoolLoop:
             steer.observe_score(record, now)
         else:
             steer.observe_block(record, now)
+            self._rollup.add(record, now, steer.policy.traffic_class)
+
+    def _obey(self, now: float) -> None:
+        """Pass operators' orders on to the classes that they are for."""
+        for action in self.orders.take(self.config.patience):
+            log.warning("order", pool=self.pool, action=action.action, cls=action.traffic_class, who=action.who)
+            if action.traffic_class != ALL_CLASSES:
+                self._act(self._steer(action.traffic_class, now), action, now)
+                continue
+            for steer in self.classes.values():
+                self._act(steer, action, now)
+
+    @staticmethod
+    def _act(steer: ClassSteer, action: OperatorAction, now: float) -> None:
+        if hasattr(steer, "act"):
+            steer.act(action, now)
 
     @traced("decide")
     def _decide(self, now: float) -> list[Decision]:
         decisions = []
-        for steer in self.classes.values():
+        for name, steer in self.classes.items():
             self._seq += 1
             fence = Fence(self.epoch, self._seq, self.revision, self.config.ttl_s)
-            decision = steer.decide(now, fence)
+            try:
+                decision = steer.decide(now, fence)
+                self._unsaved.points.append(point_of(steer, decision, now))
+            except Exception as e:  # the other classes go on; this one turns lossless when its lease ends
+                log.exception("no decision", pool=self.pool, cls=name)
+                self.degraded[f"class {name}"] = f"class {name} has no decision: {type(e).__name__}: {e}"
+                continue
             decisions.append(decision)
-            self._unsaved.points.append(point_of(steer, decision, now))
             self._note_alerts(steer, now)
         self._unsaved.decisions += decisions
         return decisions
@@ -222,34 +309,27 @@ class PoolLoop:
                 self._unsaved.alerts.append(Alert(self.pool, name, now, alert.name, alert.firing, alert.detail))
 
     @traced("save")
-    def _save(self, now: float, batch: Batch) -> None:
-        u = self._unsaved
+    def _save(self, now: float) -> None:
+        values: dict[str, Any] = {"pool": self.pool, "epoch": self.epoch, "now": now, **vars(self._unsaved)}
+        self._unsaved = Unsaved()
+        ids: list[str] = []
+        if now >= self._next_state:
+            self._next_state = now + self.config.snapshot_s
+            # As text, since the loop goes on changing its state while a slow database still saves it.
+            values["rollups"] = self._rollup.take(now)
+            values |= {"snapshot": to_json(self.to_state(now)), "last_id": self._last_id}
+            ids, self._ids = self._ids, []
+            self._saved_id = self._last_id
+        self._saver.save(Tick(values, ids, self._saved_id))
+        self._check_saved()
+
+    def _check_saved(self) -> None:
         try:
-            self._history.save_tick(
-                self.pool,
-                self.epoch,
-                now,
-                decisions=u.decisions,
-                requests=u.requests,
-                forks=u.forks,
-                scores=u.scores,
-                points=u.points,
-                alerts=u.alerts,
-                snapshot=self.to_state(now),
-                last_id=self._last_id,
-            )
+            self._done = self._saver.settled()
         except LeaseRefused as e:
             raise FencedOff(str(e)) from e
-        except StorageError as e:
-            self.degraded["database"] = f"not saved, {len(u)} records wait in memory: {e}"
-            if len(u) > _MAX_UNSAVED:
-                del u.points[: len(u.points) // 2], u.decisions[: len(u.decisions) // 2]
-            return
-        ids, self._unsaved = u.ids, Unsaved()
-        try:
-            self._reader.ack(ids)
-        except StorageError as e:  # they come again after a restart, and the saved position skips them
-            self.degraded["stream"] = f"could not acknowledge: {e}"
+        if self._done.trouble is not None:
+            self.degraded["database"] = f"decisions wait on this machine: {self._done.trouble}"
 
     @traced("lease")
     def _lease(self, decisions: list[Decision]) -> None:
@@ -261,6 +341,15 @@ class PoolLoop:
             except StorageError as e:
                 self.degraded["lease"] = f"lease not renewed, workers turn lossless when it ends: {e}"
 
+    def _acknowledge(self) -> None:
+        done = self._done
+        try:
+            self._reader.ack(done.ids)
+            if done.up_to is not None:
+                self._reader.ack_up_to(done.up_to)
+        except StorageError as e:  # they come again after a restart, and the saved position skips them
+            self.degraded["stream"] = f"could not acknowledge: {e}"
+
     @traced("show")
     def _show(self, now: float, seconds: float) -> None:
         try:
@@ -268,7 +357,8 @@ class PoolLoop:
         except StorageError as e:
             lag = 0
             self.degraded.setdefault("stream", f"stream unreachable: {e}")
-        age = None if self._last_telemetry is None else now - self._last_telemetry
+        steers = [steer for steer in self.classes.values() if steer.decision is not None]
+        self.wanted = tuple(w for s in steers if hasattr(s, "wanted") for w in s.wanted(now, MAX_WANTED))
         rejected = self._file.rejected
         self._board.publish(
             PoolView(
@@ -281,17 +371,27 @@ class PoolLoop:
                 time=now,
                 tick_seconds=seconds,
                 interval_s=self.config.tick_s,
-                last_telemetry_age_s=age,
+                last_telemetry_age_s=None if self._last_telemetry is None else now - self._last_telemetry,
                 stream_lag=lag,
                 dead_letters=self.dead_letters,
-                classes=tuple(class_view(s, self.epoch, self._seq, self.config.ttl_s) for s in self.classes.values()),
+                classes=tuple(class_view(s, self.epoch, self._seq, self.config.ttl_s) for s in steers),
                 degraded=tuple(self.degraded.values()),
+                holder=self.holder,
+                controllers=self.controllers,
+                entries_lost=self._reader.lost,
+                blocks_missing=self._seen.gaps,
+                handler_failures=self.handler_failures,
+                ticks_missed=self.ticks_missed,
+                tick_failures=self.tick_failures,
+                database_away=self._saver.away,
+                spooled_ticks=self._saver.spooled,
+                rows_lost=self._saver.rows_lost,
             )
         )
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def _steer(self, name: str) -> ClassSteer:
+    def _steer(self, name: str, now: float) -> ClassSteer:
         """The class of that name, made on first sight; beyond the bound, traffic counts under `default`."""
         if name not in self.classes and len(self.classes) >= MAX_CLASSES:
             name = "default"
@@ -302,6 +402,8 @@ class PoolLoop:
                 half_life_rounds=self.config.half_life_rounds,
                 meter_s=self.config.meter_s,
             )
+            for action in self.orders.standing:
+                self._act(self.classes[name], action, now)
         return self.classes[name]
 
     def to_state(self, now: float) -> dict[str, Any]:
@@ -312,20 +414,15 @@ class PoolLoop:
             "costs": self.costs.to_state(),
             "classes": {name: steer.to_state() for name, steer in self.classes.items()},
             "seen": self._seen.to_state(),
+            "rollup": self._rollup.to_state(),
+            "orders": self.orders.to_state(),
             "dead_letters": self.dead_letters,
             "firing": [[*key, value] for key, value in self._firing.items()],
         }
 
-    def _restore(self, now: float) -> None:
-        saved = self._history.load_snapshot(self.pool)
-        if saved is None:
-            return
-        state, self._last_id = saved
+    def _restore(self, state: Mapping[str, Any], last_id: str, now: float) -> None:
+        self._last_id = self._saved_id = last_id
         age_s = now - state["time"]
-        self._take_over(state, age_s)
-        log.info("state restored", pool=self.pool, age_s=round(age_s, 1), last_id=self._last_id)
-
-    def _take_over(self, state: Mapping[str, Any], age_s: float) -> None:
         if state["g_max"] == self.policy.block.max:
             self.costs = CostModel.from_state(state["costs"])
             self.costs.forget(kept_at_age(age_s))
@@ -339,8 +436,10 @@ class PoolLoop:
                 age_s=age_s,
             )
         self._seen = Deduplicator.from_state(state["seen"])
+        self._rollup = Rollup.from_state(self.pool, state.get("rollup", {}))
         self.dead_letters = state["dead_letters"]
         self._firing = {(cls, name): value for cls, name, value in state["firing"]}
+        log.info("state restored", pool=self.pool, age_s=round(age_s, 1), last_id=last_id)
 
     @property
     def last_id(self) -> str | None:

@@ -120,6 +120,11 @@ class PoolView:
     ``tick_seconds`` is how long the last tick took, ``interval_s`` how often the loop means to tick (readiness turns
     false after two of them without a tick). ``policy_rejected`` is the reason why the newest edit of the policy was
     refused (the last good revision stays active), ``degraded`` lists in plain words what does not work at the moment.
+
+    ``leader`` is False on a controller that waits; ``holder`` names the one that leads, and ``controllers`` counts both
+    kinds. ``entries_lost`` were trimmed or deleted unread, ``blocks_missing`` are numbers that workers gave out and that
+    have not come, ``handler_failures`` entries that could not be handled; ``ticks_missed`` and ``tick_failures`` are of
+    this process. While ``database_away``, ``spooled_ticks`` wait on disk; ``rows_lost`` ticks found no place there.
     """
 
     pool: str
@@ -136,6 +141,16 @@ class PoolView:
     dead_letters: int
     classes: tuple[ClassView, ...]
     degraded: tuple[str, ...] = ()
+    holder: str = ""
+    controllers: int = 1
+    entries_lost: int = 0
+    blocks_missing: int = 0
+    handler_failures: int = 0
+    ticks_missed: int = 0
+    tick_failures: int = 0
+    database_away: bool = False
+    spooled_ticks: int = 0
+    rows_lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,11 @@ class Board:
             listener(view)
         for subscription in subscriptions:
             subscription._offer(view)
+
+    def remove(self, pool: str) -> None:
+        """Forget a pool; whoever listens keeps what it was shown."""
+        with self._lock:
+            self._views.pop(pool, None)
 
     def listen(self, listener: Callable[[PoolView], None]) -> None:
         """Call ``listener`` with every view from now on, in the publishing thread; it must be quick and not raise."""

@@ -74,13 +74,19 @@ class Pending:
         if self._given:
             self._given.difference_update(ids)
 
+    def ack_up_to(self, last: str) -> None:
+        """Acknowledge the consumer's own entries up to the id `last`."""
+        while held := self._range("-", self._consumer, _ASKED, last):
+            ids = [entry_id for entry_id, _ in held]
+            self._client.xack(self._key, self._group, *ids)
+
     def forget(self) -> None:
         """The group is a new one, with nothing pending."""
         self._given.clear()
 
-    def _range(self, start: str, consumer: str, count: int) -> list[tuple[str, int]]:
-        """(id, deliveries) of a consumer's pending entries from `start` on."""
-        found = self._client.xpending_range(self._key, self._group, start, "+", count, consumername=consumer)
+    def _range(self, start: str, consumer: str, count: int, end: str = "+") -> list[tuple[str, int]]:
+        """(id, deliveries) of a consumer's pending entries from `start` to `end`."""
+        found = self._client.xpending_range(self._key, self._group, start, end, count, consumername=consumer)
         return [(p["message_id"].decode(), int(p["times_delivered"])) for p in cast("list[dict[str, Any]]", found)]
 
     def _step(self, consumer: str, held: list[tuple[str, int]]) -> Step:

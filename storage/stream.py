@@ -167,6 +167,10 @@ class StreamReader:
             self._next_trim = now + _TRIM_EVERY_S
             attempt(self._trim, f"trim {self._key}")
 
+    def ack_up_to(self, entry_id: str) -> None:
+        """Acknowledge every entry up to this one that was handed out; for when there were too many to remember."""
+        attempt(partial(self._pending.ack_up_to, entry_id), f"ack on {self._key}")
+
     def dead_letter(self, entry_id: str, fields: Mapping[bytes, bytes], reason: str) -> None:
         """Set an entry aside with the reason, on a capped stream, and acknowledge it."""
         kept: dict[Any, Any] = {k[:128]: v[:_MAX_DEAD_VALUE] for k, v in list(fields.items())[:64]}

@@ -134,3 +134,13 @@ def test_taking_over_survives_a_flush(client: redis.Redis, writer: StreamWriter,
     assert reader.read() == []
     send(writer, pool, 1)
     assert seqs(reader.read()) == [1]
+
+
+def test_everything_up_to_a_position_is_acknowledged(client: redis.Redis, writer: StreamWriter, pool: str) -> None:
+    """After an outage of the database in which more was read than anybody remembers one by one."""
+    send(writer, pool, *range(5))
+    reader = StreamReader(client, pool)
+    entries = reader.read()
+    reader.ack_up_to(entries[3][0])
+    assert client.xpending(telemetry_key(pool), "controller")["pending"] == 1  # type: ignore[index]
+    reader.ack_up_to(entries[3][0])

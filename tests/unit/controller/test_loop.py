@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from controller.desk import Desk
 from controller.loop import FencedOff, LoopConfig, PoolLoop
+from controller.saver import Saver
 from controller.view import Board
 from policies.reload import PolicyFile
 from storage.errors import LeaseRefused, StorageError
 from storage.history import History
 from storage.records import Lease, QualityScore, Record, RequestRecord, to_fields
+from storage.spool import Spool
 from tests.support_blocks import coin_scalars, make_block
 
 POLICY = """\
@@ -38,6 +41,7 @@ class Stream:
         self.dead: list[str] = []
         self.careful, self.set_aside = False, list[str]()
         self.away = False
+        self.lost = 0
         self._next = 1
 
     def put(self, *records: Record | dict[bytes, bytes]) -> None:
@@ -54,6 +58,10 @@ class Stream:
     def ack(self, ids: list[str]) -> None:
         self._check()
         self.acked += ids
+
+    def ack_up_to(self, entry_id: str) -> None:
+        self._check()
+        self.acked.append(f"<= {entry_id}")
 
     def dead_letter(self, entry_id: str, fields: Mapping[bytes, bytes], reason: str) -> None:
         self.dead.append(reason)
@@ -103,6 +111,7 @@ class Rig:
             epoch=epoch,
             config=LoopConfig(),
             now=now,
+            saver=Saver(self.history, Spool(self.directory / "spool"), Desk("save", inline=True)),
             cpu_clock=lambda: 0.0,
         )
         return self.loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, case, func, select
+from sqlalchemy import Connection, Table, and_, case, func, select, true
 
 from storage.tables import forks, requests, scores
 
@@ -31,7 +31,7 @@ def requests_between(
         served_score_sum; `scores`: {n, sum} for each arm and branch; `paired`: touched requests with both branches
         scored alike, {n, lossless_sum, lenient_sum, loss_sum}, loss = lossless minus lenient.
     """
-    r, s = requests.c, scores.c
+    r = requests.c
     chosen = [r.pool == pool, getattr(r, by) >= start, getattr(r, by) < end]
     if traffic_class is not None:
         chosen.append(r.traffic_class == traffic_class)
@@ -57,10 +57,10 @@ def requests_between(
         arms[row["arm"]] = {name: number(row[name]) for name in sums}
     total: dict[str, Any] = {name: sum(arm[name] for arm in arms.values()) for name in sums}
 
-    of_request = and_(s.pool == r.pool, s.request_id == r.request_id)
+    s, scored = _with(connection, scores)
     by_branch = connection.execute(
         select(r.arm, s.branch, func.count().label("n"), func.sum(s.score).label("sum"))
-        .join_from(requests, scores, of_request)
+        .select_from(scored)
         .where(*chosen)
         .group_by(r.arm, s.branch)
     ).mappings()
@@ -71,24 +71,23 @@ def requests_between(
     served = [branches["served"] for branches in total["scores"].values()]
     total |= {"served_scores": sum(b["n"] for b in served), "served_score_sum": sum(b["sum"] for b in served)}
     total["paired"] = _paired(connection, chosen)
-    total["forks_done"] = connection.execute(
-        select(func.count())
-        .join_from(requests, forks, and_(forks.c.pool == r.pool, forks.c.request_id == r.request_id))
-        .where(*chosen, forks.c.done)
-    ).scalar_one()
+    f, forked = _with(connection, forks)
+    done = select(func.count()).select_from(forked).where(*chosen, f.done)
+    total["forks_done"] = connection.execute(done).scalar_one()
     total["arms"] = arms
     return total
 
 
 def _paired(connection: Connection, chosen: list[Any]) -> dict[str, Any]:
-    r, s = requests.c, scores.c
+    r = requests.c
+    s, scored = _with(connection, scores)
     paired = (
         select(
             r.arm,
             func.max(case((s.branch == "served", s.score))).label("served"),
             func.max(case((s.branch == "fork", s.score))).label("fork"),
         )
-        .join_from(requests, scores, and_(s.pool == r.pool, s.request_id == r.request_id))
+        .select_from(scored)
         .where(*chosen, r.touches > 0)
         .group_by(r.request_id, r.arm, s.metric, s.scorer, s.scorer_version)
         .having(func.count() == 2)
@@ -103,6 +102,19 @@ def _paired(connection: Connection, chosen: list[Any]) -> dict[str, Any]:
     ).one()
     a, b = float(row.lossless or 0.0), float(row.lenient or 0.0)
     return {"n": row.n, "lossless_sum": a, "lenient_sum": b, "loss_sum": a - b}
+
+
+def _with(connection: Connection, table: Table) -> tuple[Any, Any]:
+    """Columns of `table`, and requests joined to its rows, which are looked up by their key request by request.
+
+    PostgreSQL without statistics, as after a bulk of new rows, would read all rows of the pool for every request (a
+    thousand times slower); OFFSET keeps it from planning the look-up together with the rest.
+    """
+    of_request = and_(table.c.pool == requests.c.pool, table.c.request_id == requests.c.request_id)
+    if connection.dialect.name == "sqlite":
+        return table.c, requests.join(table, of_request)
+    rows = select(table).where(of_request).offset(0).lateral()
+    return rows.c, requests.join(rows, true())
 
 
 def number(value: Any) -> int | float:

@@ -40,7 +40,7 @@ def demo(
 
 @app.command(context_settings=from_environment("LENITY_CONTROLLER"))
 def controller(
-    policy: Annotated[list[Path], typer.Option(help="Policy file; repeat for several pools.")],
+    policy: Annotated[list[Path], typer.Option(help="Policy file, or a directory of them; may be repeated.")],
     redis_url: RedisOption = "redis://127.0.0.1:6379/0",
     database: DatabaseOption = DEFAULT_DATABASE,
     host: Annotated[str, typer.Option(help="Address of the API and page.")] = "127.0.0.1",
@@ -52,6 +52,10 @@ def controller(
     ] = None,
     read_token_file: Annotated[
         Path | None, typer.Option(help="Reading needs a token too: one of this file's, in the same form.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="This controller's name among several, the same after a restart.")] = "",
+    spool: Annotated[
+        Path | None, typer.Option(help="Directory where decisions wait while the database is away.")
     ] = None,
     half_life_rounds: Annotated[float, typer.Option(min=100, help="Memory of the estimates, in rounds.")] = 4000.0,
     traces: Annotated[
@@ -72,7 +76,8 @@ def controller(
     if ttl < 3 * tick:
         raise typer.BadParameter(f"a lease of {ttl:g} s must outlast three ticks of {tick:g} s", param_hint="--ttl")
     loop = LoopConfig(tick_s=tick, ttl_s=ttl, half_life_rounds=half_life_rounds)
-    settings = ServiceConfig(redis_url, database, tuple(policy), host, port, loop, tokens_file, read_token_file)
+    tokens = (tokens_file, read_token_file)
+    settings = ServiceConfig(redis_url, database, tuple(policy), host, port, loop, *tokens, name, spool)
     with open_traces(traces):
         code = Service(settings).run()
     raise typer.Exit(code)

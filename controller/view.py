@@ -122,9 +122,9 @@ class PoolView:
     refused (the last good revision stays active), ``degraded`` lists in plain words what does not work at the moment.
 
     ``leader`` is False on a controller that waits; ``holder`` names the one that leads, and ``controllers`` counts both
-    kinds. ``entries_lost`` were trimmed or deleted unread, ``blocks_missing`` are numbers that workers gave out and that
-    have not come, ``handler_failures`` entries that could not be handled; ``ticks_missed`` and ``tick_failures`` are of
-    this process. While ``database_away``, ``spooled_ticks`` wait on disk; ``rows_lost`` ticks found no place there.
+    kinds. ``entries_lost`` were trimmed or deleted unread, ``blocks_missing`` are numbers that workers gave out and
+    that have not come, ``handler_failures`` entries that could not be handled; ``ticks_missed`` and ``tick_failures``
+    are of this process. While ``database_away``, ``spooled_ticks`` wait on disk; ``rows_lost`` ticks found no place.
     """
 
     pool: str

@@ -146,24 +146,34 @@ class PostgresServer:
         data = self.directory / "data"
         command = [str(self._binary.with_name("initdb")), "-D", str(data), "-A", "trust", "-N", "-E", "UTF8"]
         subprocess.run([*command, "-U", self.user, "--locale=C"], check=True, capture_output=True, cwd="/", **self._as)
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server over its data."""
         settings = {"listen_addresses": "", "unix_socket_directories": str(self.directory), "fsync": "off"}
         settings |= {"shared_buffers": "16MB", "max_connections": "40"}
-        command = [str(self._binary), "-D", str(data), *(p for k, v in settings.items() for p in ("-c", f"{k}={v}"))]
+        options = [p for k, v in settings.items() for p in ("-c", f"{k}={v}")]
+        command = [str(self._binary), "-D", str(self.directory / "data"), *options]
         with (self.directory / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd="/", **self._as)
         deadline = time.monotonic() + 30
         while True:
             try:
                 self.execute("SELECT 1")
-                return self
+                return
             except psycopg.OperationalError:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError((self.directory / "log").read_text()) from None
                 time.sleep(0.02)
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Stop it; connections are cut."""
         self._process.send_signal(2)  # fast shutdown
         self._process.wait(20)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
         shutil.rmtree(self.directory)
 
     def execute(self, statement: str) -> None:

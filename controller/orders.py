@@ -44,7 +44,7 @@ class Orders:
     def take(self, patience_s: float) -> list[OperatorAction]:
         """What is to be obeyed now, oldest first."""
         found: list[OperatorAction] = []
-        if self._asked is not None and self._asked.wait(patience_s):
+        if self._asked is not None and self._asked.wait(0.0 if self._saver.away else patience_s):
             task, self._asked = self._asked, None
             try:
                 found = task.result()

@@ -122,9 +122,8 @@ class Saver:
         return Settled([i for tick in done for i in tick.ids], up_to, trouble)
 
     def finish(self, seconds: float) -> bool:
-        """Wait until everything is in the database, for so many seconds; whether it is."""
-        self._next_try = 0.0
-        self._desk.submit(self._flush).wait(seconds)
+        """Wait until everything is in the database, for so many seconds, asking it once more; whether it is."""
+        self._desk.submit(self._catch_up).wait(seconds)
         with self._lock:
             return self._saved == len(self._unsettled)
 
@@ -148,6 +147,19 @@ class Saver:
                     return
                 tick = self._waiting.popleft()
             self._write(tick)
+
+    def _catch_up(self) -> None:
+        """Save what waits, and what is on the spool."""
+        self._next_try = 0.0
+        self._flush()
+        if self.spooled:
+            try:
+                self._spool.replay(self._history.save_tick)
+            except StorageError as e:
+                log.warning("ticks stay on the spool until the next start", ticks=self.spooled, error=str(e))
+                return
+            with self._lock:
+                self._trouble, self._saved = None, len(self._unsettled)
 
     def _write(self, tick: Tick) -> None:
         now = float(tick.values["now"])

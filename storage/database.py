@@ -75,8 +75,10 @@ class Database:
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
-            immediate = connection.get_execution_options().get("immediate", False)
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+            if connection.get_execution_options().get("immediate", False):
+                _begin_to_write(connection)
+            else:
+                connection.exec_driver_sql("BEGIN")
 
         return engine
 
@@ -90,6 +92,27 @@ class Database:
             pool_pre_ping=True,
             pool_timeout=BUSY_TIMEOUT_S,
         )
+
+
+def _begin_to_write(connection: Connection) -> None:
+    """Take the write lock. SQLite's own wait sleeps up to a tenth of a second between two tries, so that it can lose
+    against a process that writes all the time until its timeout; trying more often gets a turn between two commits."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    driver.execute("PRAGMA busy_timeout = 0")
+    try:
+        while True:
+            try:
+                driver.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as e:
+                if e.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
+            else:
+                return
+    finally:
+        driver.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000}")
 
 
 def _turn_to_wal(connection: Any) -> None:
@@ -111,7 +134,7 @@ def guard(what: str) -> Iterator[None]:
     """Turn what a database or its driver raises into StorageError; `what` says what was being done."""
     try:
         yield
-    except (SQLAlchemyError, OSError, UnicodeError, OverflowError) as e:
+    except (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, OverflowError) as e:
         raise StorageError(f"{what}: {_reason(e)}") from e
 
 

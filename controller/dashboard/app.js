@@ -1,23 +1,31 @@
 // The status page: what the controller says, kept current. See link.js for how it hears, detail.js for what it shows.
 
+import { token } from "./api.js";
 import { Charts } from "./charts.js";
+import { Controls } from "./controls.js";
 import { Detail, glance, hashOf, isLossless, stateLabel } from "./detail.js";
 import { data, h, list, text } from "./dom.js";
-import { showEvents } from "./events.js";
 import { clock, percent } from "./format.js";
 import { Link } from "./link.js";
+import { Now } from "./now.js";
+import { showPolicy } from "./policy.js";
 import { Series } from "./series.js";
+import { showTimeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
 const pools = new Map();
 const series = new Series();
-const detail = new Detail($("detail"));
+const controls = new Controls($("order"), ordered);
+const detail = new Detail($("detail"), controls.bar);
 let charts = null;
+let present = null;
 let selected = null;
 let serverTime = 0;
 let heardAt = Date.now();
 let announced = "";
 let eventsOf = "";
+let policyOf = "";
+let toldAt = 0;
 let status = { mode: "connecting", since: null, stoppedAt: null };
 
 const link = new Link({
@@ -32,7 +40,8 @@ const link = new Link({
   },
   onLink(next) {
     status = next;
-    if (next.mode !== "down" && serverTime === 0) placeholder("No pools yet", "The controller answers, but its loop has not ticked yet.", true);
+    if (next.mode === "locked") placeholder("This controller asks who reads", "Enter a token; it stays in this tab.", false);
+    else if (next.mode !== "down" && serverTime === 0) placeholder("No pools yet", "The controller answers, but its loop has not ticked yet.", true);
     render();
   },
 });
@@ -51,16 +60,29 @@ async function refreshEvents() {
   const shown = current();
   if (!shown) return;
   const { pool, policy_revision, policy_rejected, classes } = shown.pool;
-  const firing = classes.flatMap((c) => c.alerts.filter((a) => a.firing).map((a) => [c.traffic_class, a.name]));
-  const mark = JSON.stringify([pool, policy_revision, policy_rejected, firing]);
-  if (mark === eventsOf) return;
-  const before = eventsOf;
-  eventsOf = mark;
-  try {
-    await showEvents($("events"), $("events-note"), pool);
-  } catch {
-    if (eventsOf === mark) eventsOf = before; // asked again at the next view
+  const kinds = classes.map((c) => [c.traffic_class, c.state, c.reason, c.override, c.alerts.filter((a) => a.firing).map((a) => a.name)]);
+  const mark = JSON.stringify([pool, policy_revision, policy_rejected, kinds, toldAt]);
+  const policyMark = JSON.stringify([pool, policy_revision, policy_rejected]);
+  const [before, policyBefore] = [eventsOf, policyOf];
+  if (mark !== before) {
+    eventsOf = mark;
+    await showTimeline($("events"), $("events-note"), pool).catch(() => {
+      if (eventsOf === mark) eventsOf = before; // asked again at the next view
+    });
   }
+  if (policyMark !== policyBefore) {
+    policyOf = policyMark;
+    await showPolicy($("policy"), pool).catch(() => {
+      if (policyOf === policyMark) policyOf = policyBefore;
+    });
+  }
+}
+
+// After an order: the timeline is read again, and a screen reader hears it.
+function ordered(words) {
+  toldAt = Date.now();
+  text($("announce"), words);
+  refreshEvents();
 }
 
 const now = () => (serverTime || Date.now() / 1000);
@@ -100,12 +122,20 @@ async function refreshSeries() {
   } catch {
     if (status.mode !== "down") note("The history cannot be read at the moment; the curves are not up to date.");
   }
+  if (series.missed && !series.busy) refreshSeries();
 }
 
 function drawSeries() {
   if ($("content").hidden) return;
   charts ??= new Charts($("charts"));
   charts.show(series.times, series.columns, now(), span());
+}
+
+function drawNow() {
+  const shown = current();
+  if (!shown || $("content").hidden) return;
+  present ??= new Now($("now"));
+  present.show(shown.cls);
 }
 
 function note(message) {
@@ -124,16 +154,19 @@ function render() {
   $("placeholder").hidden = shown !== null;
   const first = shown !== null && $("content").hidden;
   $("content").hidden = shown === null;
+  $("unlock").hidden = status.mode !== "locked";
   if (shown === null) {
     if (status.mode === "down") placeholder("The controller does not answer", "Nothing has been heard from it yet. This page keeps trying.", true);
     else if (pools.size) placeholder("No traffic yet", "The controller runs. Its classes appear with the first tick.", false);
   } else {
     $("glance").hidden = glance($("glance-rows"), sorted(), selected) < 2;
     detail.show(shown.pool, shown.cls);
+    controls.show(shown.pool.pool, shown.cls.traffic_class, shown.cls.override);
     document.title = `${isLossless(shown.cls) ? "Lossless" : "Lenient"}, ${percent(shown.cls.remaining, 0)} left · ${shown.pool.pool} · Lenity`;
     announce(shown.cls);
   }
   if (first) drawSeries();
+  drawNow();
   data(document.body, "stale", status.mode === "down" || status.stoppedAt !== null ? "yes" : "no");
   notices();
   renderLink();
@@ -175,6 +208,7 @@ function renderLink() {
     connecting: "Connecting",
     live: status.stoppedAt !== null ? "Loop stopped" : "Live",
     polling: `Polling, ${age} s ago`,
+    locked: "Token needed",
     down: "Not answering",
   };
   data($("link"), "link", status.stoppedAt !== null ? "stopped" : status.mode);
@@ -185,6 +219,13 @@ addEventListener("hashchange", () => {
   select();
   render();
   refreshEvents();
+});
+$("unlock").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token.set($("unlock-token").value.trim(), true);
+  $("unlock-token").value = "";
+  placeholder("Loading", "Asking the controller for its pools.", true);
+  link.restart();
 });
 for (const input of document.querySelectorAll("input[name=range]")) input.addEventListener("change", restartSeries);
 setInterval(renderLink, 1000);

@@ -1,14 +1,18 @@
 // The series of one class over time, one small chart per question. Needs uPlot as a global.
 
-import { amount, clock, int, one, percent, times as speed, two } from "./format.js";
+import { amount, clock, day, int, one, percent, seconds, stamp, times as speed, two } from "./format.js";
 import { h, text } from "./dom.js";
 
 const share = { format: (x) => percent(x), axis: (x) => percent(x, 0) };
 
-// `low`/`high` bound the vertical axis, `span` is its least extent, `reference` a line to compare with.
+// `low`/`high` bound the vertical axis, `span` is its least extent, `reference` a line to compare with, `band` fills
+// between two series by their place.
 const CHARTS = [
   { title: "Error budget left", ...share, low: -1, high: 1, include: [0, 1], reference: 0,
     series: [{ name: "remaining", label: "left", ink: "a", fill: true }] },
+  { title: "Loss per request", format: (x) => percent(x, 2), axis: (x) => `${two(x * 100)}%`, low: 0, include: [0], span: 0.005, band: [1, 2],
+    series: [{ name: "loss_upper", label: "at most", ink: "a" }, { name: "loss", label: "estimate", ink: "b" },
+      { name: "max_loss", label: "tolerated", ink: "c", dash: true }] },
   { title: "Loss in the window (requests)", format: amount, axis: amount, low: 0, include: [0], span: 1,
     series: [{ name: "spent_upper", label: "at most", ink: "a" }, { name: "spent", label: "estimate", ink: "b" },
       { name: "budget", label: "budget", ink: "c", dash: true }] },
@@ -20,6 +24,11 @@ const CHARTS = [
     series: [{ name: "g", label: "draft tokens", ink: "a", step: true }] },
   { title: "Acceptance", ...share, low: 0, high: 1, span: 0.1,
     series: [{ name: "acceptance", label: "accepted / examined", ink: "a" }] },
+  { title: "Acceptance by position", ...share, low: 0, high: 1, span: 0.1,
+    series: [{ name: "accepted_1", label: "1st", ink: "a" }, { name: "accepted_2", label: "2nd", ink: "b" },
+      { name: "accepted_4", label: "4th", ink: "d" }, { name: "accepted_8", label: "8th", ink: "c" }] },
+  { title: "Latency", format: seconds, axis: seconds, low: 0, include: [0], span: 0.01,
+    series: [{ name: "seconds_per_request", label: "request", ink: "a" }, { name: "seconds_to_first_token", label: "first token", ink: "b" }] },
   { title: "Tokens per second", format: amount, axis: int, low: 0, include: [0], span: 10,
     series: [{ name: "tokens_per_second", label: "measured", ink: "a" }] },
   { title: "Predicted speed", format: speed, axis: (x) => `${one(x)}×`, low: 0, include: [1], span: 0.4, reference: 1,
@@ -89,6 +98,7 @@ class Chart {
         paths: s.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
         points: { show: false },
       }))],
+      bands: spec.band ? [{ series: spec.band, fill: color("wash-a") }] : undefined,
       hooks: { setCursor: [(u) => this.label(u.cursor.idx)], drawAxes: [(u) => this.reference(u, color("axis"))] },
     }, this.data, this.plotted);
   }
@@ -106,7 +116,7 @@ class Chart {
   label(index) {
     const [times] = this.data;
     const hovering = index !== null && index !== undefined && index < times.length;
-    text(this.at, hovering ? clock(times[index]) : "");
+    text(this.at, hovering ? stamp(times[index]) : "");
     const parts = this.spec.series.map((s, i) => {
       const value = this.spec.format(hovering ? this.data[i + 1][index] : newest(this.data[i + 1]));
       text(this.values[i], value);
@@ -116,8 +126,9 @@ class Chart {
   }
 
   tick(t) {
-    const label = clock(t);
-    return this.window[1] - this.window[0] > 300 ? label.slice(0, 5) : label;
+    const span = this.window[1] - this.window[0];
+    if (span > 172_800) return day(t);
+    return span > 300 ? clock(t).slice(0, 5) : clock(t);
   }
 
   reference(u, color) {

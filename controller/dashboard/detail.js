@@ -24,6 +24,9 @@ const mode = (c) => (isLossless(c) ? (c.g === 0 ? "Plain decoding" : "Lossless")
 // A term with a value that `read` takes from (class, pool); `hint` says what it is.
 const row = (term, read, hint) => ({ term, read, hint });
 
+const interval = (e, format) => (e && e.low !== null ? `${format(e.low)} to ${format(e.high)}` : NONE);
+const bound = (e, format) => (e && e.high !== null ? `${format(e.value)}, at most ${format(e.high)}` : NONE);
+
 const KNOBS = [
   row("Block length g", (c) => `${int(c.g)} tokens`, "draft tokens per round"),
   row("Leniency θ", (c) => two(c.theta), "0 is lossless, 1 as lenient as the rule goes"),
@@ -35,6 +38,8 @@ const KNOBS = [
 
 const EVIDENCE = [
   row("Touches per request", (c) => `${small(c.touches_per_request_seen)} of ${small(c.touches_per_request_allowed)}`, "seen, of what the budget allows: tokens that only leniency accepted"),
+  row("Acceptance", (c) => interval(c.estimates.acceptance, percent), "accepted of examined, with 95% interval"),
+  row("Loss per request", (c) => bound(c.estimates.loss, (x) => percent(x, 2)), "of the window: estimate, and upper bound"),
   row("Loss per touch, at most", (c) => three(c.u_kappa), "upper bound; 1 while there is no evidence"),
   row("Forks compared", (c) => int(c.forks_matured), "requests finished both ways and scored"),
   row("Labels still needed", (c) => (c.labels_needed === null ? "none" : `about ${int(c.labels_needed)}`)),
@@ -58,12 +63,14 @@ const FIGURES = [
 ];
 
 export class Detail {
-  constructor(root) {
+  // `controls` are the buttons for orders.
+  constructor(root, controls) {
     this.root = root;
     this.updates = [];
     this.pool = h("span");
     this.cls = h("span", { class: "muted" });
     this.meta = h("p", { class: "muted meta" });
+    this.override = h("p", { class: "notice warn", id: "override", hidden: true }, h("b"), " ", h("span"));
     this.badge = h("span", { class: "badge", id: "state" });
     this.mode = h("span", { class: "mode", id: "mode" });
     this.explanation = h("p", { class: "explanation", id: "explanation" });
@@ -75,7 +82,8 @@ export class Detail {
     this.alerts = h("ul", { class: "alerts" });
     this.alertsNone = h("p", { class: "muted" });
     root.replaceChildren(
-      h("div", { class: "title" }, h("h1", { id: "detail-title" }, this.pool, this.cls), this.meta),
+      h("div", { class: "title" }, h("div", {}, h("h1", { id: "detail-title" }, this.pool, this.cls), this.meta), controls),
+      this.override,
       h("div", { class: "hero card" },
         h("div", { class: "hero-state" }, h("p", { class: "state-line" }, this.mode, this.badge), this.explanation),
         this.figures()),
@@ -120,6 +128,9 @@ export class Detail {
       pool.dead_letters ? `${int(pool.dead_letters)} dead letters` : null,
     ];
     text(this.meta, facts.filter(Boolean).join("  ·  "));
+    this.override.hidden = !c.override;
+    text(this.override.children[0], c.override === "lossless" ? "Forced lossless." : "Frozen.");
+    text(this.override.children[1], `By ${c.override_who ?? NONE}: “${c.override_why ?? NONE}”`);
     text(this.mode, mode(c));
     text(this.badge, stateLabel(c.state));
     data(this.badge, "tone", stateTone(c.state));
@@ -160,7 +171,7 @@ export function glance(body, pools, selected) {
     return h("tr", {}, h("th", { scope: "row" }, link), h("td", {}, h("span", { class: "badge" })),
       ...Array.from({ length: 4 }, () => h("td", { class: "num" })),
       h("td", {}, h("div", { class: "meter small", "aria-hidden": "true" }, h("div", { class: "meter-fill" })), h("span", { class: "num" })),
-      h("td"));
+      h("td", { class: "num" }), h("td", { class: "num" }), h("td"));
   }, (node, { pool, c }) => {
     const cells = node.children;
     const current = pool.pool === selected?.pool && c.traffic_class === selected?.cls;
@@ -172,9 +183,13 @@ export function glance(body, pools, selected) {
     cells[6].firstChild.firstChild.style.width = `${Math.max(0, Math.min(1, c.remaining ?? 0)) * 100}%`;
     data(cells[6].firstChild, "tone", budgetTone(c));
     text(cells[6].children[1], percent(c.remaining, 0));
+    const burn = Math.max(0, ...Object.values(c.burn).filter((rate) => rate !== null));
+    text(cells[7], Object.keys(c.burn).length ? `${one(burn)}×` : NONE);
+    data(cells[7], "tone", burn > 1 ? "bad" : "none");
+    text(cells[8], `${int(c.forks_matured)}${c.labels_needed === null ? "" : ` of ${int(c.forks_matured + c.labels_needed)}`}`);
     const firing = c.alerts.filter((a) => a.firing).length;
-    text(cells[7], firing ? `${firing} firing` : "none");
-    data(cells[7], "tone", firing ? "bad" : "idle");
+    text(cells[9], firing ? `${firing} firing` : "none");
+    data(cells[9], "tone", firing ? "bad" : "idle");
   });
   return rows.length;
 }

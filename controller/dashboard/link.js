@@ -1,9 +1,11 @@
 // The connection to the controller: an event stream while it works, polling while it does not.
 //
 // Calls `onPool(view, serverTime)` for every view, and `onLink(status)` whenever one of these changes:
-//   mode        "connecting" | "live" | "polling" | "down"
+//   mode        "connecting" | "live" | "polling" | "locked" (reading needs a token) | "down"
 //   since       Date of the last answer, while down
 //   stoppedAt   Unix seconds of the last tick, where the controller answers but its loop has stopped
+
+import { Stream, ask } from "./api.js";
 
 const POLL_MS = 2000;
 const ASK_MS = 4000;
@@ -28,9 +30,16 @@ export class Link {
 
   open() {
     this.source?.close();
-    this.source = new EventSource("/v1/events");
-    this.source.addEventListener("pool", (event) => this.hear(JSON.parse(event.data)));
-    this.source.addEventListener("error", () => this.ask());
+    const source = (this.source = new Stream("/v1/events", {
+      onEvent: (name, data) => name === "pool" && this.source === source && this.hear(JSON.parse(data)),
+      onEnd: () => this.source === source && this.ask(),
+    }));
+  }
+
+  // Begin again, as when a token has been entered.
+  restart() {
+    this.open();
+    this.ask();
   }
 
   hear(view) {
@@ -48,29 +57,27 @@ export class Link {
     return before !== undefined;
   }
 
-  // Asks when the stream is broken or a pool is silent; opens the stream again when the browser has given up on it.
+  // Asks when the stream is broken or a pool is silent, and opens the stream again.
   watch() {
     const silent = [...this.ticks.values()].some(({ at, interval }) => Date.now() - at > LATE_TICKS * interval * 1000);
-    if (silent || this.source.readyState !== EventSource.OPEN) this.ask();
-    if (this.source.readyState === EventSource.CLOSED) this.open();
+    if (silent || !this.source.open) this.ask();
+    if (this.source.over && this.status.mode !== "locked") this.open();
   }
 
   async ask() {
     if (this.asking) return;
     this.asking = true;
     try {
-      const answer = await fetch("/v1/pools", { signal: AbortSignal.timeout(ASK_MS), cache: "no-store" });
-      if (!answer.ok) throw new Error(`status ${answer.status}`);
-      const body = await answer.json();
+      const body = await ask("/v1/pools", AbortSignal.timeout(ASK_MS));
       this.answeredAt = new Date();
       const late = body.pools.filter((p) => body.time - p.time > LATE_TICKS * p.interval_s);
       this.stopped = new Map(late.map((p) => [p.pool, p.time]));
       this.ticks = new Map([...this.ticks].filter(([pool]) => body.pools.some((p) => p.pool === pool)));
       body.pools.forEach((p) => this.note(p));
-      this.set(this.source.readyState === EventSource.OPEN ? "live" : "polling");
+      this.set(this.source.open ? "live" : "polling");
       this.onPools(body.pools, body.time);
-    } catch {
-      this.set("down");
+    } catch (error) {
+      this.set(error.status === 401 ? "locked" : "down");
     } finally {
       this.asking = false;
     }

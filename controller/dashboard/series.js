@@ -1,7 +1,11 @@
 // The series of one class: fetched once for the range, then continued tick by tick.
 
+import { ask } from "./api.js";
+
 const LIMIT = 5000;
 const GAP_TICKS = 5;
+const TICKS_UP_TO_S = 3600; // longer ranges are asked for as means, and all anew
+const STEPS = 720;
 
 export class Series {
   constructor() {
@@ -13,23 +17,30 @@ export class Series {
     this.target = target;
     this.times = [];
     this.columns = {};
+    this.fetchedAt = -Infinity;
+    this.missed = false;
     this.controller?.abort();
     this.controller = null;
   }
 
-  // Fetch what is new up to `now`; returns true when something changed, throws when it cannot be read.
+  // Fetch what is new up to `now`; returns true when something changed, throws when it cannot be read. Asked while it
+  // still fetches it does nothing; `missed` says so to the caller that waits.
   async update(now, interval) {
+    if (this.controller) this.missed = true;
     if (!this.target || this.controller) return false;
+    this.missed = false;
     const { pool, cls, span } = this.target;
-    const since = this.times.at(-1) ?? now - span;
+    const step = span > TICKS_UP_TO_S ? span / STEPS : null;
+    if (step && now - this.fetchedAt < step / 2) return false;
+    const since = step ? now - span : (this.times.at(-1) ?? now - span);
     const query = new URLSearchParams({ class: cls, since: String(Math.max(0, since)), limit: String(LIMIT) });
+    if (step) query.set("step", String(step));
     const controller = (this.controller = new AbortController());
     try {
-      const answer = await fetch(`/v1/pools/${encodeURIComponent(pool)}/series?${query}`, { signal: controller.signal, cache: "no-store" });
-      if (!answer.ok) throw new Error(`status ${answer.status}`);
-      const body = await answer.json();
+      const body = await ask(`/v1/pools/${encodeURIComponent(pool)}/series?${query}`, controller.signal);
       if (this.controller !== controller) return false;
-      this.append(body.time, body.values, Math.max(10, GAP_TICKS * interval));
+      if (step) [this.times, this.columns, this.fetchedAt] = [[], {}, now];
+      this.append(body.time, body.values, Math.max(10, GAP_TICKS * (step ?? interval)));
       this.trim(now - span);
       return true;
     } catch (error) {
@@ -38,6 +49,10 @@ export class Series {
     } finally {
       if (this.controller === controller) this.controller = null;
     }
+  }
+
+  get busy() {
+    return this.controller !== null;
   }
 
   append(times, values, gap) {

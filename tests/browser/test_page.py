@@ -346,7 +346,7 @@ def test_a_phone_shows_all_without_sideways_scrolling(world: World, browser: Bro
     try:
         page.goto(world.url)
         expect(page.locator("#mode")).to_have_text("Lenient")
-        expect(page.locator(".chart")).to_have_count(9)
+        expect(page.locator(".chart")).to_have_count(14)
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         brightness = sum(int(n) for n in re.findall(r"\d+", background)[:3]) / (3 * 255)

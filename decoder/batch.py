@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from decoder.generate import Engine, Rows
-from decoder.request import Completion, Knobs, Observer, Request
+from decoder.request import Completion, Knobs, Observer, Request, TokenLogprob
 from decoder.row import Row
 from policies.errors import ModelError
+
+OnTokens = Callable[[list[int], list[TokenLogprob]], None]
 
 
 @dataclass(eq=False)
@@ -20,7 +22,7 @@ class _Seat:
     row: Row
     knobs: Callable[[], Knobs]
     observer: Observer | None
-    on_tokens: Callable[[list[int]], None] | None
+    on_tokens: OnTokens | None
     told: int = 0  # output tokens that `on_tokens` knows
 
 
@@ -56,11 +58,12 @@ class Batch:
         request: Request,
         knobs: Callable[[], Knobs],
         observer: Observer | None = None,
-        on_tokens: Callable[[list[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> None:
         """Take in a request; its prompt is read in the next `step`.
 
-        ``knobs()`` is asked once per round. ``on_tokens`` gets what each round emits, before `step` returns. Raises
+        ``knobs()`` is asked once per round. ``on_tokens`` gets what each round emits, with its log-probabilities if
+        they were asked for, before `step` returns. Raises
         ValueError for a request that cannot be served (as `Engine.generate`) or whose id is in the batch already, and
         RuntimeError when the batch is full.
         """
@@ -93,7 +96,6 @@ class Batch:
         return done
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def cancel(self, request_id: str) -> Completion | None:
         """End a request between rounds, with finish reason "cancelled" and what came out so far.
 
@@ -120,10 +122,11 @@ class Batch:
                 self._leave(seat)
                 done.append(seat.row.completion())
         for seat in seats:
-            new = seat.row.output[seat.told :]
-            seat.told += len(new)
-            if seat.on_tokens is not None and new:
-                seat.on_tokens(new)
+            if seat.on_tokens is not None:
+                new, logprobs = seat.row.news(seat.told)
+                seat.told += len(new)
+                if new:
+                    seat.on_tokens(new, logprobs)
 
     def _leave(self, seat: _Seat) -> None:
         """Free the seat; the last one takes its place."""

@@ -85,6 +85,9 @@ def worker(
     ] = None,
     scorer: Annotated[Scorer, typer.Option(help="Scores served answers; none: no forks are drawn")] = Scorer.none,
     metric: Annotated[str, typer.Option(help="Name of the scores, as in the policy's objective")] = "json_valid",
+    judge_token_file: Annotated[
+        Path | None, typer.Option(help="File with the bearer token of judges, who may then read both texts of forks")
+    ] = None,
     log_format: LogFormatOption = LogFormat.auto,
     config: ConfigOption = None,
 ) -> None:
@@ -104,7 +107,8 @@ def worker(
         raise typer.BadParameter("give exactly one of --serve HOST:PORT and --traffic demo", param_hint="--serve")
     http = None
     if serve is not None:
-        http = HttpOptions(_address(serve), model_name or pool, max_rows, queue, grace, classes, scorer, metric)
+        token = _token(judge_token_file) if judge_token_file is not None else None
+        http = HttpOptions(_address(serve), model_name or pool, max_rows, queue, grace, classes, scorer, metric, token)
     import torch
 
     from decoder.loading import load_engine
@@ -114,7 +118,7 @@ def worker(
         client = connect(redis_url, name=f"lenity-worker-{worker_id}")
         stop = stop_on_signals()
         torch.set_num_threads(threads)
-        engine, proposer, tokenizer = load_engine(
+        engine, _, tokenizer = load_engine(
             target,
             draft,
             ngram=drafter is Drafter.ngram,
@@ -123,7 +127,7 @@ def worker(
             static_length=static_length,
             compiler=compiler,
         )
-        parts = assemble(client, engine, proposer, tokenizer, target is None, pool=pool, worker=worker_id, stop=stop)
+        parts = assemble(client, engine, tokenizer, target is None, pool=pool, worker=worker_id, stop=stop)
         if http is not None:
             code = serve_http(parts, http, metrics_port)
         else:
@@ -181,6 +185,18 @@ def frontier(
         typer.echo(f"lenity frontier: {e}", err=True)
         raise typer.Exit(2) from e
     raise typer.Exit(code)
+
+
+def _token(path: Path) -> str:
+    """The token in a file: one line of at least 16 characters."""
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise typer.BadParameter(f"{path} cannot be read: {e}", param_hint="--judge-token-file") from e
+    if len(token) < 16 or not token.isprintable() or " " in token:
+        problem = f"{path} does not hold a token: expected one line of at least 16 characters without spaces"
+        raise typer.BadParameter(problem, param_hint="--judge-token-file")
+    return token
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ with structured spans need their block before the target's pass, and those that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from decoder.request import (
 )
 from decoder.row import ACCEPT, DRAFT, EXPLORE, RESIDUAL, Outcome, Row
 from decoder.sampling import Sampler, SamplingParams, bias_tensor
+from decoder.steps import Steps, finish, fork_point
 from decoder.verify import Block, verify
 from policies.errors import ModelError
 from policies.rules import Rule, Scalars, get_rule
@@ -80,20 +82,20 @@ class Engine:
         static_length: int | None = None,
         compiler: str | None = None,
     ):
-        self._target = CachedModel(target, static_length=static_length, compiler=compiler)
-        self._drafter = drafter
-        self._device = torch.device(device)
-        for who, where in (("target", self._target.device), ("draft model", getattr(drafter, "device", None))):
-            if where is not None and where.type != self._device.type:
-                raise ModelError(f"the {who} is on {where}, not on {self._device}; move it there first")
-        sizes = [self._target.vocab_size, drafter.vocab_size if drafter else None, vocab_size]
-        self._vocab = min(size for size in sizes if size is not None)
+        self.target = CachedModel(target, static_length=static_length, compiler=compiler)
+        self.drafter = drafter
+        self.device = torch.device(device)
+        for who, where in (("target", self.target.device), ("draft model", getattr(drafter, "device", None))):
+            if where is not None and where.type != self.device.type:
+                raise ModelError(f"the {who} is on {where}, not on {self.device}; move it there first")
+        sizes = [self.target.vocab_size, drafter.vocab_size if drafter else None, vocab_size]
+        self.vocab_size = min(size for size in sizes if size is not None)
         self.eos_ids = frozenset(eos_ids)
 
     @property
     def context(self) -> int | None:
         """The longest sequence that the target reads, in tokens; None: any."""
-        return self._target.context
+        return self.target.context
 
     def check_rule(self, name: str) -> Rule:
         """The rule of that name; ModelError if there is none, or if this drafter would make it accept everything."""
@@ -101,63 +103,75 @@ class Engine:
             rule = get_rule(name)
         except ValueError as e:
             raise ModelError(str(e)) from e
-        if rule.draft_confidence and self._drafter is not None and self._drafter.deterministic:
+        if rule.draft_confidence and self.drafter is not None and self.drafter.deterministic:
             raise ModelError(
                 f"rule {name!r} reads the draft's confidence, and this drafter is always certain: it would accept "
                 "everything; use threshold, token_v2 or token_v3"
             )
         return rule
 
-    @torch.inference_mode()
+    def can_use(self, name: str) -> bool:
+        """Whether `check_rule` passes."""
+        try:
+            self.check_rule(name)
+        except ModelError:
+            return False
+        return True
+
     def generate(self, request: Request, knobs: Callable[[], Knobs], observer: Observer | None = None) -> Completion:
         """Decode one request; ``knobs()`` is asked once per round.
 
         Raises ValueError for a request that cannot be served, ModelError for knobs whose rule cannot be used here (see
         `check_rule`).
         """
+        return finish(self.steps(request, knobs, observer))
+
+    @torch.inference_mode()
+    def steps(
+        self, request: Request, knobs: Callable[[], Knobs], observer: Observer | None = None
+    ) -> Steps[Completion]:
+        """As `generate`, a round at a time."""
         rows, row = Rows(self, 1), self.start(request)
         rows.join(row)
         while not row.finish_reason:
             rows.round(0, [knobs()], [observer])
+            yield row
         return row.completion()
 
-    @torch.inference_mode()
     def fork(self, completion: Completion) -> ForkResult:
         """Generate the branch that was not served, from the round after the fork point with the knobs of that point.
 
         A function of prompt, fork point and seed: with knobs that never change it is bit for bit what would have been
         served had the holdback coin fallen the other way. Raises ValueError for a request that was never touched.
         """
-        point = completion.fork_point
-        if point is None:
-            raise ValueError(f"request {completion.request.request_id} was never touched: there is nothing to fork")
+        return finish(self.fork_steps(completion))
+
+    @torch.inference_mode()
+    def fork_steps(self, completion: Completion) -> Steps[ForkResult]:
+        """As `fork`, a round at a time."""
+        point = fork_point(completion)
         rows, row = Rows(self, 1), self.start(completion.request)
         row.arm, row.touches = point.arm, point.touches
         row.emit(point.token_ids)
         rows.join(row)
         while not row.finish_reason:
             rows.round(0, [point.knobs], [None])
-        return ForkResult(
-            token_ids=row.output,
-            touches=row.touches if point.arm == "lenient" else completion.touches,
-            target_passes=row.target_passes,
-            total_s=time.perf_counter() - row.started,
-            finish_reason=row.finish_reason,
-        )
+            yield row
+        return row.fork_result(completion)
 
     def start(self, request: Request) -> Row:
         """Check a request and begin it; raises ValueError for one that cannot be served."""
         params, length = request.params, len(request.prompt_ids)
-        if not length or max(request.prompt_ids) >= self._vocab or min(request.prompt_ids) < 0:
-            raise ValueError(f"prompt_ids must be 1 or more token ids below {self._vocab}")
+        if not length or max(request.prompt_ids) >= self.vocab_size or min(request.prompt_ids) < 0:
+            raise ValueError(f"prompt_ids must be 1 or more token ids below {self.vocab_size}")
         if params.stop and request.detokenize is None:
             raise ValueError("stop strings need the request's detokenize")
-        bias_tensor(params, self._vocab)
+        bias_tensor(params, self.vocab_size)
         limit = params.max_tokens
-        if self._target.context is not None:
-            if length >= self._target.context:
-                raise ValueError(f"the prompt has {length} tokens; the model reads at most {self._target.context}")
-            limit = min(limit, self._target.context - length)
+        if self.target.context is not None:
+            if length >= self.target.context:
+                raise ValueError(f"the prompt has {length} tokens; the model reads at most {self.target.context}")
+            limit = min(limit, self.target.context - length)
         return Row.start(request, limit, self.eos_ids)
 
 
@@ -169,10 +183,10 @@ class Rows:
 
     def __init__(self, engine: Engine, max_rows: int):
         self.rows: list[Row] = []
-        self._engine, self._device, self._vocab = engine, engine._device, engine._vocab
-        drafter = engine._drafter
+        self._engine, self._device, self._vocab = engine, engine.device, engine.vocab_size
+        drafter = engine.drafter
         self._context = drafter.context if drafter else None
-        self._cache = engine._target.new_rows(max_rows)
+        self._cache = engine.target.new_rows(max_rows)
         self._drafts = rows_of(drafter, max_rows, self._vocab, engine.eos_ids) if drafter else None
         self._samplers: dict[tuple[int, int], Sampler] = {}
         ends = sorted(token for token in engine.eos_ids if token < self._vocab)
@@ -347,18 +361,21 @@ class _Leniency(NamedTuple):
         width = tokens.shape[-1]
         by_row, pinned, blocks = [], [], None
         for i, (row, k, may) in enumerate(zip(rows, knobs, lenient, strict=True)):
+            request = row.request
             theta = np.full(width, k.theta if may else 0.0, dtype=np.float32)
-            fixed = np.full(width, row.request.pinned)
-            if row.request.spans is not None and width:
+            theta[math.ceil(k.depth) :] = 0
+            fixed = np.full(width, request.pinned or (request.structured and not k.structured))
+            if request.spans is not None and width and not k.structured:
                 blocks = blocks or tokens.tolist()
-                fixed |= ~np.array(row.request.spans.lenient_mask(row.output, blocks[i]), dtype=bool)
+                fixed |= ~np.array(request.spans.lenient_mask(row.output, blocks[i]), dtype=bool)
                 theta[fixed] = 0
             by_row.append(theta)
             pinned.append(fixed)
-        if len(rows) == 1 and blocks is None and tokens.device.type == "cpu":
+        even = all(k.depth >= width for k in knobs)
+        if len(rows) == 1 and blocks is None and even and tokens.device.type == "cpu":
             return cls(knobs[0].theta, knobs[0].rho, by_row, pinned)
-        rhos = send([[float(k.rho)] for k in knobs], tokens.device)
-        return cls(send(np.stack(by_row), tokens.device), rhos, by_row, pinned)
+        rhos = np.stack([k.weights(1 if even else width) for k in knobs])
+        return cls(send(np.stack(by_row), tokens.device), send(rhos, tokens.device), by_row, pinned)
 
 
 def _applied(

@@ -20,7 +20,6 @@ from decoder.knobs import Terms
 from decoder.sampling import SamplingParams
 from decoder.text import Text
 
-STRATEGIES = ("speculative", "plain")
 MAX_CHOICES = 128
 MAX_STOPS = 16
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
@@ -57,7 +56,7 @@ class Lenity(_Strict):
     """Our own field. A caller can only tighten: ``max_loss`` is a share of the pool's loss budget (0: lossless)."""
 
     max_loss: float = 1.0
-    strategy: str = "speculative"
+    strategy: str | None = None
     rule: str | None = None
     traffic_class: str | None = None
 
@@ -182,6 +181,7 @@ class Plan:
     terms: Terms
     traffic_class: str
     pinned: bool
+    structured: bool
     stream: bool
     include_usage: bool
     top_logprobs: int | None
@@ -203,8 +203,9 @@ class Planner:
         model: str,
         context: int | None,
         classes: tuple[str, ...] = ("default",),
-        refusal: Callable[[str, str], str | None],
+        refusal: Callable[[str, str | None, str | None], tuple[str, str] | None],
     ):
+        """``refusal`` of a traffic class, a strategy and a rule: `LeaseReader.refusal`."""
         self.text, self.chat = text, Chat(text)
         self.model, self.context, self.classes = model, context, classes
         self._refusal = refusal
@@ -295,7 +296,8 @@ class Planner:
             n=n,
             terms=terms,
             traffic_class=traffic_class,
-            pinned=terms.lossless or self._json(request.response_format),
+            pinned=terms.lossless,
+            structured=self._json(request.response_format),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             top_logprobs=logprobs,
@@ -313,18 +315,14 @@ class Planner:
                 f"tighten, so not {asked.max_loss:g}"
             )
             _refuse(message, "lenity.max_loss")
-        if asked.strategy not in STRATEGIES:
-            message = f"strategy {asked.strategy!r} is not on the list; there is: {', '.join(STRATEGIES)}"
-            _refuse(message, "lenity.strategy")
-        if asked.rule is not None:
-            refusal = self._refusal(name, asked.rule)
-            if refusal is not None:
-                _refuse(refusal, "lenity.rule")
-        return name, Terms(share=asked.max_loss, rule=asked.rule, plain=asked.strategy == "plain")
+        refusal = self._refusal(name, asked.strategy, asked.rule)
+        if refusal is not None:
+            _refuse(refusal[1], f"lenity.{refusal[0]}")
+        return name, Terms(share=asked.max_loss, rule=asked.rule, strategy=asked.strategy)
 
     @staticmethod
     def _json(wanted: _ResponseFormat | None) -> bool:
-        """Whether the whole answer is JSON, which pins it to lossless. Nothing forces it to be JSON."""
+        """Whether the whole answer is JSON: one structured span. Nothing forces it to be JSON."""
         if wanted is None or wanted.type == "text":
             return False
         if wanted.type == "json_schema":

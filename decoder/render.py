@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from decoder.generate import Completion
@@ -31,7 +32,10 @@ class Renderer:
         choices = []
         for i, completion in self._ended.items():
             text = self._text.decode(completion.token_ids)[: completion.text_length]
-            choice = {"index": i, "finish_reason": completion.finish_reason, "logprobs": self._logprobs(completion)}
+            logprobs = None
+            if completion.logprobs is not None:
+                logprobs = self._logprobs(*self._shown(completion.logprobs, self._starts(completion), completion))
+            choice = {"index": i, "finish_reason": completion.finish_reason, "logprobs": logprobs}
             if self._plan.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
@@ -45,15 +49,25 @@ class Renderer:
         if self._plan.chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def part(self, index: int, text: str) -> dict[str, Any]:
-        """One more part of the text."""
-        return self._chunk(index, self._said(text))
+    def part(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] = (), starts: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """One more part of the text, with the log-probabilities of the tokens that begin in it, at ``starts``."""
+        return self._chunk(index, self._said(text), logprobs=self._logprobs(logprobs, starts))
 
-    def end(self, index: int, text: str, completion: Completion) -> dict[str, Any]:
+    def end(
+        self,
+        index: int,
+        text: str,
+        completion: Completion,
+        logprobs: Sequence[TokenLogprob] = (),
+        starts: Sequence[int] = (),
+    ) -> dict[str, Any]:
         """The last part of an output; the last output also brings what all of them cost."""
         self._ended[index] = completion
         said = self._said(text) if text or not self._plan.chat else {"delta": {}}
-        chunk = self._chunk(index, said, completion.finish_reason, self._logprobs(completion))
+        rest = self._logprobs(*self._shown(logprobs, starts, completion))
+        chunk = self._chunk(index, said, completion.finish_reason, rest)
         return chunk if self.open else chunk | {"lenity": self._lenity()}
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -91,26 +105,33 @@ class Renderer:
             "requests": self.request_ids,
         }
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
-        """The log-probabilities of the tokens whose text begins before the stop string."""
-        if completion.logprobs is None:
+    def _logprobs(self, entries: Sequence[TokenLogprob], starts: Sequence[int]) -> dict[str, Any] | None:
+        """The log-probabilities of tokens whose text begins at ``starts``; None where there are none."""
+        if not entries:
             return None
-        pieces = [self._text.piece(entry.token_id) for entry in completion.logprobs]
-        offsets = [0]
-        for piece in pieces:
-            offsets.append(offsets[-1] + len(piece))
-        shown = len(pieces)
-        if completion.text_length is not None:
-            shown = sum(offset < completion.text_length for offset in offsets[:-1])
-        entries = completion.logprobs[:shown]
         if self._plan.chat:
             return {"content": [self._chat_token(entry) for entry in entries], "refusal": None}
         return {
-            "tokens": pieces[:shown],
+            "tokens": [self._text.piece(entry.token_id) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [{self._text.piece(t): value for t, value in entry.top} for entry in entries],
-            "text_offset": offsets[:shown],
+            "text_offset": list(starts),
         }
+
+    @staticmethod
+    def _shown(
+        logprobs: Sequence[TokenLogprob], starts: Sequence[int], completion: Completion
+    ) -> tuple[Sequence[TokenLogprob], Sequence[int]]:
+        """Those of the tokens whose text begins before the stop string."""
+        n = len(logprobs)
+        if completion.text_length is not None:
+            n = sum(start < completion.text_length for start in starts[:n])
+        return logprobs[:n], starts[:n]
+
+    def _starts(self, completion: Completion) -> list[int]:
+        """Where the text of each token begins, in a text that is put together of the tokens' own."""
+        lengths = [len(self._text.piece(token)) for token in completion.token_ids]
+        return [0, *accumulate(lengths)][:-1]
 
     def _chat_token(self, entry: TokenLogprob) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:

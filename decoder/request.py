@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decoder.sampling import SamplingParams
-from storage.records import Arm
+from storage.records import MAX_DEPTH, Arm
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -19,8 +19,11 @@ FloatArray = npt.NDArray[np.float32]
 class Knobs:
     """What a round may do: block length g >= 0, the accept rule with its knob theta and mixing weight rho in [0, 1].
 
-    ``holdback``, ``fork`` and ``label`` are probabilities of the coins at the first touch, ``explore`` that of drafting
-    one longer block. ``epoch`` and ``lease_seq`` say which lease this is (0, 0: none).
+    ``depth`` in [0, MAX_DEPTH]: rho holds at the first ``floor(depth)`` positions of a block, its fraction times rho at
+    the next, and after that nothing is lenient. ``structured`` lets structured spans be lenient as well. ``holdback``,
+    ``fork`` and ``label`` are probabilities of the coins at the first touch, ``explore`` that of drafting one longer
+    block; the fork is worth something for ``label_deadline`` seconds after the touch. ``epoch`` and ``lease_seq`` say
+    which lease this is (0, 0: none).
     """
 
     g: int
@@ -33,6 +36,9 @@ class Knobs:
     explore: float = 0.0
     epoch: int = 0
     lease_seq: int = 0
+    depth: float = MAX_DEPTH
+    structured: bool = False
+    label_deadline: float = 900.0
 
     @classmethod
     def lossless(cls, g: int) -> Knobs:
@@ -42,7 +48,12 @@ class Knobs:
     @property
     def lenient(self) -> bool:
         """Whether these knobs can accept anything that lossless decoding rejects."""
-        return self.rule != "lossless" and self.theta > 0 and self.rho > 0
+        return self.rule != "lossless" and self.theta > 0 and self.rho > 0 and self.depth > 0
+
+    def weights(self, width: int) -> FloatArray:
+        """The mixing weight at each position of a block of ``width``, float32."""
+        inside = np.clip(self.depth - np.arange(width), 0.0, 1.0)
+        return (self.rho * inside).astype(np.float32)
 
 
 class SpanTracker(Protocol):
@@ -61,8 +72,9 @@ class SpanTracker(Protocol):
 class Request:
     """One prompt (token ids, at least one) and how to continue it.
 
-    ``pinned``: leniency is not allowed anywhere in it; ``spans`` says it for single positions. ``detokenize`` turns all
-    output ids so far into text; stop strings need it.
+    ``pinned``: leniency is not allowed anywhere in it. ``structured``: the whole answer is a structured span (JSON);
+    ``spans`` says which positions are in one; the knobs say whether that matters. ``detokenize`` turns all output ids
+    so far into text; stop strings need it.
     """
 
     request_id: str
@@ -70,6 +82,7 @@ class Request:
     params: SamplingParams
     traffic_class: str = "default"
     pinned: bool = False
+    structured: bool = False
     spans: SpanTracker | None = None
     detokenize: Callable[[list[int]], str] | None = None
 
@@ -149,7 +162,8 @@ class Completion:
 
     ``arm`` is internal: callers and judges never see it. ``touches`` counts those of the served text (1 in holdback).
     The coin probabilities and ``knobs`` are those in force at the first touch, else of the first round. ``drafted``,
-    ``examined`` and ``accepted`` count draft tokens. Times are seconds; ``first_touch_at`` is Unix time.
+    ``examined`` and ``accepted`` count draft tokens. Times are seconds; ``first_touch_at`` is Unix time. ``confidence``
+    in [0, 1] is that of a whole draft answer, believed or not (None: there was none), which took ``draft_s`` seconds.
     """
 
     request: Request
@@ -174,13 +188,15 @@ class Completion:
     stop_text: str | None = None
     text_length: int | None = None
     logprobs: list[TokenLogprob] | None = None
+    confidence: float | None = None
+    draft_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class ForkResult:
     """The branch that was not served, complete: its whole output, and the touches of the lenient of the two branches.
 
-    ``target_passes`` and ``total_s`` are what this run cost, from the fork on.
+    ``target_passes`` and ``total_s`` are what this run cost, from the fork on. ``text_length`` as in `Completion`.
     """
 
     token_ids: list[int]
@@ -188,3 +204,4 @@ class ForkResult:
     target_passes: int
     total_s: float
     finish_reason: str
+    text_length: int | None = None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from decoder.request import Completion, ForkPoint, Knobs, Request, TokenLogprob
+from decoder.request import Completion, ForkPoint, ForkResult, Knobs, Request, TokenLogprob
 from storage.records import Arm
 
 # Rows of a request's uniforms.
@@ -51,6 +51,8 @@ class Row:
     stop_text: str | None = None
     text_length: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    confidence: float | None = None  # of a whole draft answer
+    draft_s: float = 0.0  # what it took to draft
     started: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
 
@@ -80,9 +82,16 @@ class Row:
         """Output so far."""
         return self.tokens[len(self.request.prompt_ids) :]
 
+    def news(self, told: int) -> tuple[list[int], list[TokenLogprob]]:
+        """Output after the first ``told`` tokens, and its log-probabilities where they are kept."""
+        new = self.output[told:]
+        return new, self.logprobs[told : told + len(new)]
+
     def lenient(self, knobs: Knobs) -> bool:
         """Whether these knobs may accept anything in this request that lossless decoding rejects."""
-        return knobs.lenient and self.arm != "holdback" and not self.request.pinned
+        request = self.request
+        pinned = request.pinned or (request.structured and not knobs.structured)
+        return knobs.lenient and self.arm != "holdback" and not pinned
 
     def take(self, outcome: Outcome, block: list[int], knobs: Knobs) -> tuple[int, list[int]]:
         """Decide what is served of a round: tokens accepted, and what it emits. Tosses the coins at the first touch."""
@@ -140,6 +149,19 @@ class Row:
             stop_text=self.stop_text,
             text_length=self.text_length,
             logprobs=None if self.request.params.logprobs is None else self.logprobs[: self.emitted],
+            confidence=self.confidence,
+            draft_s=self.draft_s,
+        )
+
+    def fork_result(self, served: Completion) -> ForkResult:
+        """The row as the branch of ``served`` that was not served, finished. Seconds are those since it began."""
+        return ForkResult(
+            token_ids=self.output,
+            touches=self.touches if self.arm == "lenient" else served.touches,
+            target_passes=self.target_passes,
+            total_s=time.perf_counter() - self.started,
+            finish_reason=self.finish_reason,
+            text_length=self.text_length,
         )
 
     def _first_touch(self, knobs: Knobs, outcome: Outcome, block: list[int]) -> tuple[int, int]:

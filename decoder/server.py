@@ -7,6 +7,7 @@ caller is told never depends on the arm of its request.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import socket
 import threading
@@ -24,14 +25,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from decoder.generate import Completion
-from decoder.generate import Request as DecoderRequest
+from decoder.branches import BranchStore
 from decoder.knobs import LeaseReader
 from decoder.protocol import ApiError, Plan, Planner
 from decoder.render import Renderer
+from decoder.request import Completion, TokenLogprob
+from decoder.request import Request as DecoderRequest
 from decoder.serving import Busy, Draining, Job, Serving
 from decoder.spans import SpanTracker
-from decoder.text import TextStream
+from decoder.text import Text, TextStream
 from decoder.worker import Scoring, WorkerMetrics
 
 log = structlog.get_logger(__name__)
@@ -62,14 +64,37 @@ class _Listener:
         except RuntimeError:  # the loop is closed: nobody waits any more
             log.debug("server: an answer came after the end", what=kind)
 
-    def tokens(self, ids: list[int]) -> None:
-        self._put("tokens", ids)
+    def tokens(self, ids: list[int], logprobs: list[TokenLogprob]) -> None:
+        self._put("tokens", (ids, logprobs))
 
     def finished(self, completion: Completion) -> None:
         self._put("finished", completion)
 
     def failed(self, error: Exception) -> None:
         self._put("failed", error)
+
+
+@dataclass(frozen=True)
+class Judging:
+    """The branches of forked requests, for who has the token."""
+
+    store: BranchStore
+    token: str
+
+    def check(self, authorization: str) -> None:
+        """Raise ApiError unless the header names the token."""
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
+            headers = {"www-authenticate": "Bearer"}
+            raise ApiError("a judge's bearer token is needed", status=401, kind="authentication_error", headers=headers)
+
+    def answer(self, request_id: str, text: Text) -> dict[str, Any]:
+        """Both texts of a request, in random order; nothing says which arm was served. Raises ApiError."""
+        kept = self.store.get(request_id)
+        if kept is None:
+            message = f"no branches of {request_id!r}: never forked, forked elsewhere, not run yet, or too old"
+            raise ApiError(message, status=404, code="branches_not_found")
+        branches = [{"branch": name, "text": text.decode(ids)[:length]} for name, ids, length in kept.outputs]
+        return {"request_id": request_id, "prompt": text.decode(kept.prompt_ids), "branches": branches}
 
 
 class Frontend:
@@ -84,10 +109,11 @@ class Frontend:
         *,
         pool: str,
         scoring: Scoring | None = None,
+        judging: Judging | None = None,
         wall: Callable[[], float] = time.time,
     ):
         self.serving, self.planner, self.reader, self.metrics = serving, planner, reader, metrics
-        self.pool, self._scoring, self._wall = pool, scoring, wall
+        self.pool, self._scoring, self.judging, self._wall = pool, scoring, judging, wall
 
     async def answer(self, request: Request, plan: Plan) -> Response:
         """Decode ``plan`` and answer; raises ApiError."""
@@ -128,7 +154,7 @@ class Frontend:
 
     def _jobs(self, plan: Plan, request_ids: list[str], events: asyncio.Queue[_Event]) -> list[Job]:
         loop = asyncio.get_running_loop()
-        terms = replace(plan.terms, forks=self._scoring is not None)
+        terms = replace(plan.terms, forks=self._scoring is not None or self.judging is not None)
         text = self.planner.text
         return [
             Job(
@@ -138,7 +164,8 @@ class Frontend:
                     params=params,
                     traffic_class=plan.traffic_class,
                     pinned=plan.pinned,
-                    spans=None if plan.pinned else SpanTracker(text.piece),
+                    structured=plan.structured,
+                    spans=None if plan.pinned or plan.structured else SpanTracker(text.piece),
                     detokenize=text.decode if params.stop else None,
                 ),
                 terms=terms,
@@ -160,6 +187,7 @@ class Frontend:
     ) -> AsyncIterator[dict[str, Any]]:
         """The documents of a stream, in order."""
         texts = [TextStream(self.planner.text, plan.params.stop) for _ in answer.request_ids]
+        pending: list[list[TokenLogprob]] = [[] for _ in texts]  # of tokens whose text was not shown yet
         begun: set[int] = set()
         while event.kind in ("tokens", "finished"):
             i = event.output
@@ -167,13 +195,20 @@ class Frontend:
                 begun.add(i)
                 for chunk in answer.begin(i):
                     yield chunk
+            said = texts[i]
             if event.kind == "tokens":
-                part = texts[i].push(event.value)
+                ids, logprobs = event.value
+                pending[i] += logprobs
+                told = said.tokens + len(ids) - len(pending[i])
+                part = said.push(ids)
                 if part:
-                    yield answer.part(i, part)
+                    n = said.begun - told if logprobs else 0
+                    yield answer.part(i, part, pending[i][:n], said.starts[told : told + n])
+                    del pending[i][:n]
             else:
                 completion: Completion = event.value
-                yield answer.end(i, texts[i].finish(completion.text_length), completion)
+                text, told = said.finish(completion.text_length), said.tokens - len(pending[i])
+                yield answer.end(i, text, completion, pending[i], said.starts[told:])
                 if not answer.open:
                     if plan.include_usage:
                         yield answer.usage_chunk()
@@ -242,6 +277,14 @@ def create_app(frontend: Frontend) -> FastAPI:
         if name != planner.model:
             raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
         return JSONResponse(card)
+
+    @app.get("/v1/quality/branches/{request_id:path}")
+    async def branches(request: Request, request_id: str) -> Response:
+        judging = frontend.judging
+        if judging is None:
+            raise ApiError("no judge is let in here: give the worker --judge-token-file", status=404)
+        judging.check(request.headers.get("authorization", ""))
+        return JSONResponse(judging.answer(request_id, planner.text), headers={"cache-control": "no-store"})
 
     @app.get("/healthz")
     async def healthz() -> Response:

@@ -1,9 +1,10 @@
 """The serving loop: a bounded queue of requests in front of a batch that one thread decodes.
 
 `Serving.submit`, `Serving.cancel` and `Serving.drain` may be called from any thread; `Serving.turn` is one step of the
-decoding thread: cancel what was given up, admit what waits, decode one round of every row, report what finished. Forks
-that were drawn run, a round at a time, when nothing else is there to do; one whose deadline has passed, or that is left
-when the worker stops, is reported as never run.
+decoding thread: cancel what was given up, admit what waits, decode one round of every row, report what finished. A
+request gets its strategy when it arrives here; strategies that decode one request at a time have a lane beside the
+batch (`decoder.lane`), one step of which follows every round. Forks that were drawn run, a step at a time, when nothing
+else is there to do; one whose deadline has passed, or that is left when the worker stops, is reported as never run.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from decoder.batch import Batch
-from decoder.generate import Completion, ForkResult, Knobs, Observer, Request
+from decoder.batch import Batch, OnTokens
+from decoder.branches import BranchStore
 from decoder.knobs import LeaseReader, Terms
+from decoder.lane import Lane
+from decoder.request import Completion, ForkResult, Knobs, Observer, Request, TokenLogprob
+from decoder.strategies import BATCHED, get_strategy
+from decoder.strategies.base import lossless, may_be_lenient
 from decoder.worker import MAX_FAILURES_IN_A_ROW, Reporter, Scoring
 
 log = structlog.get_logger(__name__)
@@ -46,8 +51,8 @@ class Draining(Exception):
 class Listener(Protocol):
     """Who waits for a request. Called from the decoding thread: must neither block nor raise."""
 
-    def tokens(self, ids: list[int], /) -> None:
-        """What a round emitted."""
+    def tokens(self, ids: list[int], logprobs: list[TokenLogprob], /) -> None:
+        """What a round emitted, and its log-probabilities if they were asked for."""
         ...
 
     def finished(self, completion: Completion, /) -> None:
@@ -69,7 +74,10 @@ class Branch(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One request with its caller's terms. ``streaming`` asks for tokens as they come."""
+    """One request with its caller's terms, and what it gets of them once it was taken.
+
+    ``streaming`` asks for tokens as they come.
+    """
 
     request: Request
     terms: Terms
@@ -80,19 +88,31 @@ class Job:
 
     @property
     def strategy(self) -> str:
-        return "plain" if self.terms.plain else "speculative"
+        """How it is decoded; known once it was taken."""
+        return self.terms.strategy or "speculative"
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where requests decode, and those that wait for it."""
+
+    decoder: Batch | Lane
+    add: Callable[[Job, Callable[[], Knobs], OnTokens | None], None]
+    waiting: deque[Job] = field(default_factory=deque)
+    failures: int = 0  # in a row
 
 
 @dataclass
 class _Running:
     job: Job
+    place: _Place
     started: float
 
 
 @dataclass
 class _Fork:
     completion: Completion
-    scoring: Scoring
+    scoring: Scoring | None
     deadline: float
     branch: Branch | None = None  # begun
 
@@ -115,37 +135,44 @@ class ServingMetrics:
 
 
 class Serving:
-    """Requests that wait, the batch, and the forks. ``capacity`` is rows and queue together."""
+    """Requests that wait, the batch with the lane beside it, and the forks. ``capacity`` is rows and queue together.
+
+    ``branches`` keeps both texts of forked requests for a judge; without one forks are run only where they are scored.
+    """
 
     def __init__(
         self,
         batch: Batch,
+        lane: Lane,
         begin_fork: Callable[[Completion], Branch],
         reader: LeaseReader,
         reporter: Reporter,
         observer: Observer | None = None,
         *,
         queue_size: int = 64,
-        fork_deadline_s: float = 600.0,
+        branches: BranchStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if queue_size < 0:
             raise ValueError(f"queue_size must be at least 0, not {queue_size!r}")
-        self._batch, self._begin_fork, self._observer = batch, begin_fork, observer
+        self._batch = _Place(batch, lambda job, knobs, listen: batch.add(job.request, knobs, observer, listen))
+        self._lane = _Place(
+            lane, lambda job, knobs, listen: lane.add(job.request, knobs, observer, listen, job.strategy)
+        )
+        self._begin_fork = begin_fork
         self._reader, self._report = reader, reporter
-        self._fork_deadline_s, self._clock = fork_deadline_s, clock
+        self._branches, self._clock = branches, clock
         self.rows = batch.rows + batch.free
         self.capacity = self.rows + queue_size
         self.metrics = ServingMetrics(reporter.metrics.registry)
         self._wake = threading.Condition(threading.Lock())
-        self._waiting: deque[Job] = deque()
+        self._arrived: deque[Job] = deque()
         self._given_up: set[str] = set()
         self._taken = 0  # requests that wait or run
         self._draining = self._stop_now = self._ended = False
         self._running: dict[str, _Running] = {}  # only the decoding thread touches these two
         self._forks: deque[_Fork] = deque()
         self._mean_s = 0.5
-        self._failures = 0
 
     # Any thread.
 
@@ -167,8 +194,8 @@ class Serving:
                 ahead = self._taken + len(jobs) - self.capacity
                 raise Busy(max(1, math.ceil(ahead / self.rows * self._mean_s)))
             self._taken += len(jobs)
-            self._waiting.extend(jobs)
-            self.metrics.queued.set(len(self._waiting))
+            self._arrived.extend(jobs)
+            self.metrics.queued.inc(len(jobs))
             self._wake.notify_all()
 
     def cancel(self, request_ids: Sequence[str]) -> None:
@@ -200,7 +227,7 @@ class Serving:
                 if self.turn():
                     continue
                 with self._wake:
-                    self._wake.wait_for(lambda: self._waiting or self._given_up or self._stop_now, timeout=1.0)
+                    self._wake.wait_for(lambda: self._arrived or self._given_up or self._stop_now, timeout=1.0)
         finally:
             try:
                 self._end_all()
@@ -213,57 +240,69 @@ class Serving:
         """One step; False when there was nothing to do."""
         with self._wake:
             given_up, self._given_up = self._given_up, set()
-            dropped = [job for job in self._waiting if job.request.request_id in given_up]
-            if dropped:
-                self._waiting = deque(job for job in self._waiting if job.request.request_id not in given_up)
-        for job in dropped:
-            self.metrics.cancelled.inc()
-            self._leave(job)
+            arrived, self._arrived = self._arrived, deque()
+        for job in arrived:
+            self._route(job)
         for name in given_up:
             self._cancel(name)
-        self._admit()
-        if self._batch.rows:
-            self._round()
-            return True
-        return self._fork()
+        places = [self._batch, self._lane]
+        for place in places:
+            self._admit(place)
+        for place in (busy := [place for place in places if place.decoder.rows]):
+            self._round(place)
+        return bool(busy) or self._fork()
 
-    def _admit(self) -> None:
-        while self._batch.free:
-            with self._wake:
-                if not self._waiting:
-                    return
-                job = self._waiting.popleft()
-                self.metrics.queued.set(len(self._waiting))
+    def _route(self, job: Job) -> None:
+        """Settle the strategy of a request, and send it to the batch or, where that takes one at a time, to the lane.
+
+        One that its strategy would decode by lossless rounds from the start has them in the batch.
+        """
+        request = job.request
+        terms = self._reader.admit(request.traffic_class, job.terms, request.params.seed)
+        place = self._batch
+        if terms.strategy is not None and terms.strategy not in BATCHED:
+            knobs = self._reader.knobs(request.traffic_class, 1, terms)
+            if may_be_lenient(request, knobs, get_strategy(terms.strategy).rules):
+                place = self._lane
+        place.waiting.append(replace(job, terms=terms))
+
+    def _admit(self, place: _Place) -> None:
+        while place.decoder.free and place.waiting:
+            job = place.waiting.popleft()
+            self.metrics.queued.dec()
             listen = job.listener.tokens if job.streaming else None
             try:
-                self._batch.add(job.request, self._knobs(job), self._observer, listen)
+                place.add(job, self._knobs(job, place), listen)
             except ValueError as e:
                 self.metrics.refused.labels("invalid").inc()
                 self._leave(job, e)
                 continue
-            self._running[job.request.request_id] = _Running(job, self._report.wall())
-            self.metrics.running.set(self._batch.rows)
+            self._running[job.request.request_id] = _Running(job, place, self._report.wall())
+            self.metrics.running.set(len(self._running))
             self.metrics.wait.observe(max(0.0, time.monotonic() - job.arrived))
 
-    def _knobs(self, job: Job) -> Callable[[], Knobs]:
-        name, terms, batch, reader = job.request.traffic_class, job.terms, self._batch, self._reader
-        return lambda: reader.knobs(name, batch.rows, terms)
+    def _knobs(self, job: Job, place: _Place) -> Callable[[], Knobs]:
+        name, terms, decoder, reader = job.request.traffic_class, job.terms, place.decoder, self._reader
+        if place is self._batch and job.strategy not in BATCHED:
+            return lambda: lossless(reader.knobs(name, decoder.rows, terms))
+        return lambda: reader.knobs(name, decoder.rows, terms)
 
-    def _round(self) -> None:
+    def _round(self, place: _Place) -> None:
+        """One round of the batch, or one step in the lane."""
         try:
-            done = self._batch.step()
+            done = place.decoder.step()
         except Exception as e:
-            self._failures += 1
-            log.exception("serving: a round failed; its requests are lost", rows=self._batch.rows)
-            for name in list(self._running):
-                self._batch.cancel(name)
+            place.failures += 1
+            log.exception("serving: a round failed; its requests are lost", rows=place.decoder.rows)
+            for name in [name for name, running in self._running.items() if running.place is place]:
+                place.decoder.cancel(name)
                 job = self._running.pop(name).job
                 self._report.metrics.failed.labels(job.request.traffic_class).inc()
                 self._leave(job, e)
-            if self._failures >= MAX_FAILURES_IN_A_ROW:
+            if place.failures >= MAX_FAILURES_IN_A_ROW:
                 raise
             return
-        self._failures = 0
+        place.failures = 0
         for completion in done:
             running = self._running.pop(completion.request.request_id)
             self.metrics.first.observe(completion.first_token_s)
@@ -272,11 +311,17 @@ class Serving:
             self._finish(running, completion)
 
     def _cancel(self, name: str) -> None:
+        for place in (self._batch, self._lane):
+            for job in [job for job in place.waiting if job.request.request_id == name]:
+                place.waiting.remove(job)
+                self.metrics.queued.dec()
+                self.metrics.cancelled.inc()
+                self._leave(job)
         running = self._running.pop(name, None)
         if running is None:
             return
         self.metrics.cancelled.inc()
-        completion = self._batch.cancel(name)
+        completion = running.place.decoder.cancel(name)
         if completion is None:
             self._leave(running.job)
         else:
@@ -287,18 +332,24 @@ class Serving:
         job = running.job
         self._report.served(completion, running.started, job.strategy)
         scoring = job.scoring
-        if completion.fork_drawn and (scoring is None or completion.finish_reason == "cancelled"):
+        wanted = (scoring is not None or self._branches is not None) and completion.finish_reason != "cancelled"
+        if completion.fork_drawn and not wanted:
             self._report.forked(completion, None)
-        elif completion.fork_drawn and scoring is not None:
+        elif completion.fork_drawn:
             if len(self._forks) >= MAX_FORKS:
                 self._report.forked(self._forks.popleft().completion, None)
-            self._forks.append(_Fork(completion, scoring, self._clock() + self._fork_deadline_s))
+            self._forks.append(_Fork(completion, scoring, self._deadline(completion)))
         elif scoring is not None and (completion.label_drawn or scoring.always):
             self._report.scored(completion, scoring, "served", completion.token_ids)
         self._leave(job, completion=completion)
 
+    def _deadline(self, completion: Completion) -> float:
+        """When its fork and labels are worth nothing any more, on our clock; the touch was on the clock of the wall."""
+        since = self._report.wall() - (completion.first_touch_at or 0.0)
+        return self._clock() - min(max(0.0, since), completion.total_s) + completion.knobs.label_deadline
+
     def _fork(self) -> bool:
-        """One round of the oldest fork; False if there is none."""
+        """One step of the oldest fork; False if there is none."""
         if not self._forks:
             return False
         fork = self._forks[0]
@@ -314,18 +365,19 @@ class Serving:
                     return True
         self._forks.popleft()
         self._report.forked(fork.completion, result)
-        if result is not None:
+        if result is not None and fork.scoring is not None:
             self._report.scored(fork.completion, fork.scoring, "served", fork.completion.token_ids)
             self._report.scored(fork.completion, fork.scoring, "fork", result.token_ids)
+        if result is not None and self._branches is not None:
+            self._branches.put(fork.completion, result, fork.deadline)
         return True
 
     def _leave(self, job: Job, error: Exception | None = None, completion: Completion | None = None) -> None:
         """A request is over: make room, then tell who waits for it."""
         with self._wake:
             self._taken -= 1
-            self.metrics.queued.set(len(self._waiting))
             self._wake.notify_all()
-        self.metrics.running.set(self._batch.rows)
+        self.metrics.running.set(len(self._running))
         try:
             if error is not None:
                 job.listener.failed(error)
@@ -337,12 +389,16 @@ class Serving:
     def _end_all(self) -> None:
         """Give up what is left when the loop ends."""
         with self._wake:
-            waiting, self._waiting = list(self._waiting), deque()
+            waiting = [*self._batch.waiting, *self._lane.waiting, *self._arrived]
+            self._arrived.clear()
+        self._batch.waiting.clear()
+        self._lane.waiting.clear()
+        self.metrics.queued.set(0)
         gone = Draining("the worker stopped before this request was finished")
         for job in waiting:
             self._leave(job, gone)
         for name, running in list(self._running.items()):
-            completion = self._batch.cancel(name)
+            completion = running.place.decoder.cancel(name)
             if completion is not None:
                 self._report.served(completion, running.started, running.job.strategy)
                 if completion.fork_drawn:

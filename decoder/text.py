@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,23 @@ class TextStream:
         self._from = self._to = 0  # tokens that give context to the next part, and those whose text is known
         self._text = ""
         self._sent = 0
+        self._piece = text.piece
+        self._starts: list[int] = []  # where the text of each token begins
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return len(self._ids)
+
+    @property
+    def begun(self) -> int:
+        """How many tokens have text in the parts so far (to the character, where they share none)."""
+        return bisect_left(self._starts, self._sent)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where in the whole text the text of each token begins; of those that were shown at least."""
+        return self._starts
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next tokens; the text that can be shown now."""
@@ -58,6 +76,7 @@ class TextStream:
         if whole.endswith(REPLACEMENT) or not whole.startswith(known):
             return ""
         self._text += whole[len(known) :]
+        self._begin_at(len(self._text) - len(whole) + len(known), len(self._text))
         self._from, self._to = self._to, len(self._ids)
         end = max(self._sent, len(self._text) - self._waiting())
         part, self._sent = self._text[self._sent : end], end
@@ -65,9 +84,17 @@ class TextStream:
 
     def finish(self, length: int | None = None) -> str:
         """The rest, when no more tokens come: up to ``length`` characters of the whole text (None: all)."""
-        whole = self._decode(self._ids)[:length]
+        everything = self._decode(self._ids)
+        self._begin_at(len(self._text), len(everything))
+        whole = everything[:length]
         part, self._sent = whole[self._sent :], len(whole)
         return part
+
+    def _begin_at(self, start: int, end: int) -> None:
+        """Note where the tokens that were not known yet begin, in text from ``start`` to ``end``."""
+        for token in self._ids[len(self._starts) :]:
+            self._starts.append(min(start, end))
+            start += len(self._piece(token))
 
     def _waiting(self) -> int:
         """How many characters at the end may belong to a stop string; a whole one waits with what follows it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import redis
     from prometheus_client import CollectorRegistry
 
-    from decoder.drafters import Drafter
     from decoder.generate import Engine
     from decoder.knobs import LeaseReader
+    from decoder.strategies import Models
     from decoder.telemetry import TelemetrySender
     from decoder.worker import WorkerMetrics
 
@@ -41,7 +41,7 @@ class Scorer(StrEnum):
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How a worker serves over HTTP; ``grace`` in seconds."""
+    """How a worker serves over HTTP; ``grace`` in seconds. ``judge_token`` opens the branches of forked requests."""
 
     address: tuple[str, int]
     model: str
@@ -51,13 +51,14 @@ class HttpOptions:
     classes: tuple[str, ...]
     scorer: Scorer
     metric: str
+    judge_token: str | None = None
 
 
 @dataclass(frozen=True)
 class Parts:
     """What every worker is made of."""
 
-    engine: Engine
+    models: Models
     tokenizer: Any
     bundled: bool
     reader: LeaseReader
@@ -71,7 +72,6 @@ class Parts:
 def assemble(
     client: redis.Redis,
     engine: Engine,
-    drafter: Drafter,
     tokenizer: Any,
     bundled: bool,
     *,
@@ -81,13 +81,15 @@ def assemble(
 ) -> Parts:
     """The parts of a worker that decodes with ``engine`` and ends when ``stop`` is set."""
     from decoder.knobs import LeaseReader
+    from decoder.strategies import Models, usable
     from decoder.telemetry import TelemetrySender
 
+    models = Models.of(engine)
     boot = uuid.uuid4().hex[:16]
     _say_if_away(client)
-    reader = LeaseReader(LeaseStore(client), pool, deterministic_drafter=drafter.deterministic)
+    reader = LeaseReader(LeaseStore(client), pool, able=usable(models))
     sender = TelemetrySender(StreamWriter(client, pool), pool, worker, boot)
-    return Parts(engine, tokenizer, bundled, reader, sender, pool, worker, boot, stop)
+    return Parts(models, tokenizer, bundled, reader, sender, pool, worker, boot, stop)
 
 
 def serve_traffic(
@@ -99,7 +101,7 @@ def serve_traffic(
 
     source = ProblemSource(parts.tokenizer, parts.pool, client, seed=f"{seed}/{parts.worker}")
     running = Worker(
-        parts.engine,
+        parts.models,
         source,
         parts.sender,
         parts.reader,
@@ -119,27 +121,39 @@ def serve_traffic(
 def serve_http(parts: Parts, http: HttpOptions, metrics_port: int | None) -> int:
     """Serve HTTP until told to stop, then drain; returns the exit code, 1 if decoding broke down."""
     from decoder.batch import Batch
+    from decoder.branches import BranchStore
     from decoder.demo.pair import BOS
     from decoder.forks import ForkRun
+    from decoder.lane import Lane
     from decoder.protocol import Planner
     from decoder.scorers import json_scoring
-    from decoder.server import Frontend, HttpServer, create_app
+    from decoder.server import Frontend, HttpServer, Judging, create_app
     from decoder.serving import Serving
+    from decoder.strategies import fork_steps
     from decoder.text import Text
     from decoder.worker import Reporter, WorkerMetrics
 
     metrics = WorkerMetrics(parts.sender, parts.reader)
     reporter = Reporter(parts.sender, metrics, pool=parts.pool, worker=parts.worker, boot=parts.boot)
     text = Text(parts.tokenizer, bos=BOS if parts.bundled else None)
-    batch = Batch(parts.engine, max_rows=http.max_rows)
+    engine = parts.models.engine
+    branches = BranchStore(time.monotonic) if http.judge_token is not None else None
     serving = Serving(
-        batch, partial(ForkRun, parts.engine), parts.reader, reporter, parts.sender, queue_size=http.queue
+        Batch(engine, max_rows=http.max_rows),
+        Lane(parts.models),
+        lambda completion: ForkRun(fork_steps(parts.models, completion)),
+        parts.reader,
+        reporter,
+        parts.sender,
+        queue_size=http.queue,
+        branches=branches,
     )
     planner = Planner(
-        text, model=http.model, context=parts.engine.context, classes=http.classes, refusal=parts.reader.refusal
+        text, model=http.model, context=engine.context, classes=http.classes, refusal=parts.reader.refusal
     )
     scoring = json_scoring(text, http.metric) if http.scorer is Scorer.json else None
-    frontend = Frontend(serving, planner, parts.reader, metrics, pool=parts.pool, scoring=scoring)
+    judging = Judging(branches, http.judge_token) if branches is not None and http.judge_token is not None else None
+    frontend = Frontend(serving, planner, parts.reader, metrics, pool=parts.pool, scoring=scoring, judging=judging)
     try:
         server = HttpServer(create_app(frontend), *http.address)
     except OSError as e:

@@ -20,9 +20,10 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from decoder.generate import Completion, Engine, ForkResult, Request
-from decoder.knobs import LEASED, LeaseReader
+from decoder.knobs import ANY, LEASED, LeaseReader
+from decoder.request import Completion, ForkResult, Request
 from decoder.sampling import SamplingParams
+from decoder.strategies import Models, StrategyCompletion, decode, fork
 from decoder.telemetry import TelemetrySender
 from storage.records import Branch, ForkRecord, QualityScore, RequestRecord
 
@@ -180,6 +181,8 @@ class Reporter:
                 total_s=c.total_s,
                 finish_reason=c.finish_reason,
                 strategy=strategy,
+                confidence=c.confidence,
+                draft_s=c.draft_s,
             )
         )
 
@@ -236,7 +239,7 @@ class Worker:
 
     def __init__(
         self,
-        engine: Engine,
+        models: Models,
         source: Source,
         sender: TelemetrySender,
         reader: LeaseReader,
@@ -249,7 +252,7 @@ class Worker:
         stop: threading.Event | None = None,
         wall: Callable[[], float] = time.time,
     ):
-        self._engine, self._source, self._sender, self._reader = engine, source, sender, reader
+        self._models, self._source, self._sender, self._reader = models, source, sender, reader
         self._worker, self._boot = worker, boot
         self._max_requests = max_requests
         self.metrics = metrics or WorkerMetrics(sender, reader)
@@ -293,10 +296,13 @@ class Worker:
             traffic_class=task.traffic_class,
             pinned=task.pinned,
         )
+        name = task.traffic_class
+        terms = self._reader.admit(name, ANY, task.params.seed)
+        strategy = terms.strategy or "speculative"
         started = self._report.wall()
-        completion = self._engine.generate(request, lambda: self._reader.knobs(task.traffic_class), self._sender)
+        completion = decode(self._models, request, lambda: self._reader.knobs(name, 1, terms), strategy, self._sender)
         self.served += 1
-        self._report.served(completion, started)
+        self._report.served(completion, started, strategy)
         fork_ids = self._fork(completion) if completion.fork_drawn else None
         scoring = task.scoring
         if scoring is not None and (fork_ids is not None or completion.label_drawn or scoring.always):
@@ -305,12 +311,12 @@ class Worker:
                 self._report.scored(completion, scoring, "fork", fork_ids)
         return completion
 
-    def _fork(self, c: Completion) -> Sequence[int] | None:
+    def _fork(self, c: StrategyCompletion) -> Sequence[int] | None:
         """Run the drawn fork, unless the worker is stopping; None when it did not run, which is said in the record."""
         result = None
         if not self._stop.is_set():
             try:
-                result = self._engine.fork(c)
+                result = fork(self._models, c)
             except Exception:
                 log.exception("worker: a fork failed", request_id=c.request.request_id)
         self._report.forked(c, result)

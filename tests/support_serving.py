@@ -7,13 +7,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from decoder.generate import Completion, ForkResult, Knobs, Request
+from decoder.branches import BranchStore
 from decoder.knobs import LeaseReader, Terms
+from decoder.request import Completion, ForkResult, Knobs, Request, TokenLogprob
 from decoder.sampling import SamplingParams
 from decoder.serving import Job, Serving
 from decoder.telemetry import TelemetrySender
 from decoder.worker import Reporter, Scoring, WorkerMetrics
-from storage.records import Record, from_fields, to_fields
+from storage.records import Lease, Record, from_fields, to_fields
 
 SCORING = Scoring("m", "s", "1", lambda ids: 0.5)
 
@@ -23,7 +24,8 @@ def completion(request: Request, reason: str = "stop", **values: Any) -> Complet
     given: dict[str, Any] = {
         "token_ids": [7] * min(9, request.params.max_tokens), "arm": "lenient" if touched else "untouched",
         "touches": int(touched), "first_touch_at": 5.0 if touched else None, "fork_drawn": False, "label_drawn": False,
-        "holdback_prob": 0.0, "fork_prob": 1.0, "label_prob": 0.0, "knobs": Knobs(g=4), "target_passes": 1,
+        "holdback_prob": 0.0, "fork_prob": 1.0, "label_prob": 0.0, "target_passes": 1,
+        "knobs": Knobs(g=4, label_deadline=60.0),
         "drafted": 4, "examined": 2, "accepted": 1, "first_token_s": 0.1, "total_s": 2.0, "fork_point": None,
     }  # fmt: skip
     return Completion(request=request, finish_reason=reason, **(given | values))
@@ -37,6 +39,7 @@ class Batch:
         self.seats: dict[str, list[Any]] = {}
         self.fails = 0
         self.knobs: list[Knobs] = []
+        self.strategies: list[str] = []
 
     @property
     def rows(self) -> int:
@@ -46,9 +49,12 @@ class Batch:
     def free(self) -> int:
         return self.size - self.rows
 
-    def add(self, request: Request, knobs: Callable[[], Knobs], observer: Any, on_tokens: Any) -> None:
+    def add(
+        self, request: Request, knobs: Callable[[], Knobs], observer: Any, on_tokens: Any, strategy: str = ""
+    ) -> None:
         if not request.prompt_ids:
             raise ValueError("no prompt")
+        self.strategies.append(strategy)
         self.seats[request.request_id] = [request, request.params.max_tokens, knobs, on_tokens]
 
     def step(self) -> list[Completion]:
@@ -60,10 +66,13 @@ class Batch:
             self.knobs.append(seat[2]())
             seat[1] -= 1
             if seat[3]:
-                seat[3]([7])
+                said = seat[0].params.logprobs is not None
+                seat[3]([7], [TokenLogprob(7, -0.5, [])] if said else [])
             if not seat[1]:
                 del self.seats[name]
-                done.append(completion(seat[0], **self.outcome))
+                logprobs = [TokenLogprob(7, -0.5, [])] * seat[0].params.max_tokens
+                told = {} if seat[0].params.logprobs is None else {"logprobs": logprobs}
+                done.append(completion(seat[0], **(told | self.outcome)))
         return done
 
     def cancel(self, request_id: str) -> Completion | None:
@@ -77,7 +86,7 @@ class Listener:
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def tokens(self, ids: list[int]) -> None:
+    def tokens(self, ids: list[int], logprobs: list[TokenLogprob]) -> None:
         self.said.append(ids)
 
     def finished(self, completion: Completion) -> None:
@@ -96,27 +105,37 @@ class Stream:
         return len(records)
 
 
-class NoLeases:
-    def read(self, pool: str, traffic_class: str) -> None:
-        return None
+class Leases:
+    """A store with at most one lease."""
+
+    def __init__(self, lease: Lease | None = None):
+        self.lease = lease
+
+    def read(self, pool: str, traffic_class: str) -> tuple[Lease, float] | None:
+        return None if self.lease is None else (self.lease, self.lease.ttl)
 
 
 class Bench:
     """A serving loop over fakes, turned by hand."""
 
-    def __init__(self, batch: Batch | None = None, queue_size: int = 2):
+    def __init__(
+        self, batch: Batch | None = None, queue_size: int = 2, lease: Lease | None = None, judged: bool = False
+    ):
         self.now, self.forked, self.rounds = 0.0, 0, 0
         self.fork_fails = False
-        self.batch = batch or Batch()
+        self.batch, self.lane = batch or Batch(), Batch(1)
+        self.branches = BranchStore(lambda: self.now) if judged else None
         self.stream = Stream()
         self.sender = TelemetrySender(self.stream, "p", "w", "b", start=False)
-        reader = LeaseReader(NoLeases(), "p")
+        self.leases = Leases(lease)
+        reader = LeaseReader(self.leases, "p")
+        reader.poll_once()
         metrics = WorkerMetrics(self.sender, reader)
         reporter = Reporter(self.sender, metrics, pool="p", worker="w", boot="b", wall=lambda: 1000.0)
         self.metric = metrics.registry.get_sample_value
         self.serving = Serving(
-            self.batch, self.branch, reader, reporter, queue_size=queue_size,
-            clock=lambda: self.now, fork_deadline_s=60.0,
+            self.batch, self.lane, self.branch, reader, reporter, queue_size=queue_size,
+            branches=self.branches, clock=lambda: self.now,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def branch(self, completion: Completion) -> Bench:

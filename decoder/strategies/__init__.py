@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from decoder.request import ForkResult, Observer, Request
+from decoder.request import Completion, ForkResult, Observer, Request
+from decoder.steps import Steps
 from decoder.strategies.base import KnobSource, Models, Strategy, StrategyCompletion
 from decoder.strategies.sequence import Plain, SequenceCascade, Speculative, draft_only
 from decoder.strategies.token import Bild, TokenCascade
+from policies.errors import ModelError
 
 __all__ = [
+    "BATCHED",
     "STRATEGIES",
     "Bild",
     "Models",
@@ -17,7 +20,9 @@ __all__ = [
     "TokenCascade",
     "decode",
     "fork",
+    "fork_steps",
     "get_strategy",
+    "usable",
 ]
 
 STRATEGIES: dict[str, Strategy] = {
@@ -32,6 +37,22 @@ STRATEGIES: dict[str, Strategy] = {
         Bild(),
     )
 }
+
+
+BATCHED = ("plain", "speculative")  # strategies that decode many requests at once; the others take them one by one
+
+
+def usable(models: Models) -> dict[str, tuple[str, ...]]:
+    """The strategies that work with these models, and for each the rules that may make it lenient."""
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        try:
+            strategy.check(models)
+        except ModelError:
+            continue
+        found[name] = strategy.rules
+    found["speculative"] = tuple(rule for rule in found["speculative"] if models.engine.can_use(rule))
+    return found
 
 
 def get_strategy(name: str) -> Strategy:
@@ -56,3 +77,9 @@ def decode(
 def fork(models: Models, completion: StrategyCompletion) -> ForkResult:
     """Generate the branch of a request that was not served: a function of prompt, fork point and seed."""
     return get_strategy(completion.strategy).fork(models, completion)
+
+
+def fork_steps(models: Models, completion: Completion) -> Steps[ForkResult]:
+    """As `fork`, in steps; a completion that names no strategy comes from draft-verify rounds."""
+    strategy = completion.strategy if isinstance(completion, StrategyCompletion) else "speculative"
+    return get_strategy(strategy).fork_steps(models, completion)

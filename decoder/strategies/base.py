@@ -30,6 +30,7 @@ from decoder.generate import Engine
 from decoder.request import Completion, ForkPoint, ForkResult, Knobs, Observer, Request
 from decoder.row import ACCEPT, DRAFT, RESIDUAL
 from decoder.sampling import Sampler
+from decoder.steps import Steps, finish
 from decoder.verify import Block, Verdict, verify
 from policies.errors import ModelError
 
@@ -55,11 +56,23 @@ class Models:
     ):
         self.eos_ids = frozenset(eos_ids)
         self.engine = engine or Engine(target, drafter, eos_ids=self.eos_ids, device=device, vocab_size=vocab_size)
-        self.target = CachedModel(target)
+        self.target = target if isinstance(target, CachedModel) else CachedModel(target)
         self.drafter = drafter
         self.device = torch.device(device)
         sizes = [self.target.vocab_size, drafter.vocab_size if drafter else None, vocab_size]
         self.vocab_size = min(size for size in sizes if size is not None)
+
+    @classmethod
+    def of(cls, engine: Engine) -> Models:
+        """Those of an engine."""
+        return cls(
+            engine.target,
+            engine.drafter,
+            eos_ids=engine.eos_ids,
+            device=engine.device,
+            vocab_size=engine.vocab_size,
+            engine=engine,
+        )
 
     def answering_drafter(self, strategy: str) -> Drafter:
         """The drafter, if it can answer by itself; ModelError if there is none, or if it is always certain."""
@@ -87,25 +100,32 @@ class Strategy(Protocol):
     ``rules`` are the names that the knobs may carry to make it lenient, the usual one first (none: always lossless).
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def rules(self) -> tuple[str, ...]: ...
+    name: str
+    rules: tuple[str, ...]
 
     def check(self, models: Models) -> None:
         """Raise ModelError if it cannot be used with these models; to be called at load."""
         ...
 
-    def generate(
+    def steps(
         self, models: Models, request: Request, knobs: KnobSource, observer: Observer | None = None
-    ) -> StrategyCompletion:
+    ) -> Steps[StrategyCompletion]:
         """Decode one request. Raises ValueError for one that cannot be served, ModelError as `check` does."""
         ...
 
-    def fork(self, models: Models, completion: Completion) -> ForkResult:
+    def fork_steps(self, models: Models, completion: Completion) -> Steps[ForkResult]:
         """Generate the branch that was not served; ValueError if there is none."""
         ...
+
+    def generate(
+        self, models: Models, request: Request, knobs: KnobSource, observer: Observer | None = None
+    ) -> StrategyCompletion:
+        """All of `steps`."""
+        return finish(self.steps(models, request, knobs, observer))
+
+    def fork(self, models: Models, completion: Completion) -> ForkResult:
+        """All of `fork_steps`."""
+        return finish(self.fork_steps(models, completion))
 
 
 class Session:
@@ -134,10 +154,10 @@ class Session:
         row.knobs = row.knobs or now
         return now, row.lenient(now) and now.rule in rules and self._mix[row.emitted] < now.rho
 
-    def allowed(self, block: list[int]) -> list[bool]:
+    def allowed(self, block: list[int], knobs: Knobs) -> list[bool]:
         """Whether each drafted token of ``block`` may be believed: in no structured span, no end that is too early."""
         row = self.row
-        spans, ends = row.request.spans, self.models.eos_ids
+        spans, ends = None if knobs.structured else row.request.spans, self.models.eos_ids
         mask = spans.lenient_mask(row.output, block) if spans is not None else [True] * len(block)
         early = row.request.params.min_tokens - row.emitted
         return [ok and not (j < early and token in ends) for j, (ok, token) in enumerate(zip(mask, block, strict=True))]
@@ -273,14 +293,7 @@ class Session:
 
     def fork_result(self, completion: Completion) -> ForkResult:
         """The finished branch that was not served."""
-        row = self.row
-        return ForkResult(
-            token_ids=row.output,
-            touches=row.touches if row.arm == "lenient" else completion.touches,
-            target_passes=row.target_passes,
-            total_s=time.perf_counter() - row.started,
-            finish_reason=row.finish_reason,
-        )
+        return self.row.fork_result(completion)
 
 
 def cut(draft: Draft, width: int) -> Draft:
@@ -296,13 +309,6 @@ def join(drafts: Sequence[Draft]) -> Draft:
     return Draft(tokens, probs, probs if same else torch.cat([part.raw for part in drafts], 1))
 
 
-def fork_point(completion: Completion) -> ForkPoint:
-    """Where the branch that was not served begins; ValueError for a request that was never touched."""
-    if completion.fork_point is None:
-        raise ValueError(f"request {completion.request.request_id} was never touched: there is nothing to fork")
-    return completion.fork_point
-
-
 def lossless(knobs: Knobs, g: int | None = None) -> Knobs:
     """The same lease without leniency; with ``g`` drafted tokens and no exploration if given."""
     if g is None:
@@ -316,13 +322,14 @@ def may_be_lenient(request: Request, knobs: Knobs, rules: Sequence[str]) -> bool
     One that may not is left to the draft-verify round to its end. So are those that ask for the log-probabilities of
     the target, which only that round has for every token.
     """
-    return knobs.lenient and knobs.rule in rules and not request.pinned and request.params.logprobs is None
+    pinned = request.pinned or (request.structured and not knobs.structured)
+    return knobs.lenient and knobs.rule in rules and not pinned and request.params.logprobs is None
 
 
 def by_engine(
     strategy: str, models: Models, request: Request, knobs: KnobSource, observer: Observer | None
-) -> StrategyCompletion:
+) -> Steps[StrategyCompletion]:
     """Decode with draft-verify rounds (`decoder.generate`). Every drafted token cost a draft pass, but for n-grams."""
-    done = models.engine.generate(request, knobs, observer)
+    done = yield from models.engine.steps(request, knobs, observer)
     passes = 0 if models.drafter is None or models.drafter.deterministic else done.drafted
     return StrategyCompletion(**vars(done), strategy=strategy, draft_passes=passes)

@@ -14,6 +14,7 @@ form from the very same draft, without which the two answers would not be couple
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -21,15 +22,16 @@ import torch
 from torch import Tensor
 
 from decoder.drafters.base import Draft
-from decoder.request import Completion, ForkResult, Observer, Request
+from decoder.request import Completion, ForkResult, Knobs, Observer, Request
+from decoder.steps import Steps, fork_point
 from decoder.strategies.base import (
     KnobSource,
     Models,
     Session,
+    Strategy,
     StrategyCompletion,
     by_engine,
     cut,
-    fork_point,
     join,
     lossless,
     may_be_lenient,
@@ -37,7 +39,7 @@ from decoder.strategies.base import (
 from decoder.strategies.confidence import Confidence, certain, mean_confidence, min_confidence, quantile_confidence
 from policies.rules import RULES
 
-CHUNK = 32  # drafted tokens between two looks at whether a stop string has ended the answer
+CHUNK = 8  # drafted tokens in a step, after which others get their turn and stop strings are looked for
 
 SCORES: Mapping[str, Confidence] = {
     "confidence_mean": mean_confidence,
@@ -46,7 +48,7 @@ SCORES: Mapping[str, Confidence] = {
 }
 
 
-class Plain:
+class Plain(Strategy):
     """The target alone, token by token."""
 
     name = "plain"
@@ -55,18 +57,18 @@ class Plain:
     def check(self, models: Models) -> None:
         """Works with any models."""
 
-    def generate(
+    def steps(
         self, models: Models, request: Request, knobs: KnobSource, observer: Observer | None = None
-    ) -> StrategyCompletion:
-        """See `Strategy.generate`."""
+    ) -> Steps[StrategyCompletion]:
+        """See `Strategy.steps`."""
         return by_engine(self.name, models, request, lambda: lossless(knobs(), g=0), observer)
 
-    def fork(self, models: Models, completion: Completion) -> ForkResult:
+    def fork_steps(self, models: Models, completion: Completion) -> Steps[ForkResult]:
         """ValueError: nothing is ever touched."""
-        return models.engine.fork(completion)
+        return models.engine.fork_steps(completion)
 
 
-class Speculative:
+class Speculative(Strategy):
     """Draft-verify rounds of up to ``g`` tokens under any accept rule (`decoder.generate`)."""
 
     name = "speculative"
@@ -75,15 +77,15 @@ class Speculative:
     def check(self, models: Models) -> None:
         """Works with any models; without a drafter it is plain decoding."""
 
-    def generate(
+    def steps(
         self, models: Models, request: Request, knobs: KnobSource, observer: Observer | None = None
-    ) -> StrategyCompletion:
-        """See `Strategy.generate`."""
+    ) -> Steps[StrategyCompletion]:
+        """See `Strategy.steps`."""
         return by_engine(self.name, models, request, knobs, observer)
 
-    def fork(self, models: Models, completion: Completion) -> ForkResult:
-        """See `Strategy.fork`."""
-        return models.engine.fork(completion)
+    def fork_steps(self, models: Models, completion: Completion) -> Steps[ForkResult]:
+        """See `Strategy.fork_steps`."""
+        return models.engine.fork_steps(completion)
 
 
 class Answer(NamedTuple):
@@ -98,7 +100,7 @@ class Answer(NamedTuple):
     draft: Draft | None
 
 
-class SequenceCascade:
+class SequenceCascade(Strategy):
     """Believe the draft's whole answer, or let the target answer; ``scores`` maps the strategy's rules to confidences.
 
     ``verifies``: the speculative form. ``prefill`` then reads the prompt with the target on a second thread while the
@@ -120,35 +122,41 @@ class SequenceCascade:
         models.answering_drafter(self.name)
 
     @torch.inference_mode()
-    def generate(
+    def steps(
         self, models: Models, request: Request, knobs: KnobSource, observer: Observer | None = None
-    ) -> StrategyCompletion:
-        """See `Strategy.generate`. ``knobs()`` is asked before the draft, before it is believed, and once a round."""
+    ) -> Steps[StrategyCompletion]:
+        """See `Strategy.steps`. ``knobs()`` is asked before the draft, before it is believed, and once a round."""
         self.check(models)
         if not may_be_lenient(request, knobs(), self.rules):
-            return by_engine(self.name, models, request, lambda: lossless(knobs()), observer)
+            return (yield from by_engine(self.name, models, request, lambda: lossless(knobs()), observer))
         session = Session(models, request)
-        answer = self._answer(session)
+        answer = yield from self._answer(session)
         now, lenient = session.ask(knobs, self.rules)
-        believed = lenient and self._believed(session, answer, now.rule, 1 - now.theta)
+        sure = self._confidence(session, answer, now)
+        if now.rule in self.rules:
+            session.row.confidence = sure or 0.0
+        believed = lenient and sure is not None and sure >= 1 - now.theta
         if believed and not session.touch(now, answer.tokens, ()):
             session.emit(answer.tokens)
+            yield session.row
         else:
-            self._target_answers(session, answer, lambda: knobs().g)
+            yield from self._target_answers(session, answer, lambda: knobs().g)
         return session.completion(self.name)
 
     @torch.inference_mode()
-    def fork(self, models: Models, completion: Completion) -> ForkResult:
-        """See `Strategy.fork`. The draft's answer is at hand; the target's is generated now."""
+    def fork_steps(self, models: Models, completion: Completion) -> Steps[ForkResult]:
+        """See `Strategy.fork_steps`. The draft's answer is at hand; the target's is generated now."""
         point = fork_point(completion)
         session = Session(models, completion.request)
         session.resume(point)
         if point.arm == "holdback":
-            answer = self._answer(session) if self._verifies else Answer([], [], False, None)
-            self._target_answers(session, answer, lambda: point.knobs.g)
+            answer = Answer([], [], False, None)
+            if self._verifies:
+                answer = yield from self._answer(session)
+            yield from self._target_answers(session, answer, lambda: point.knobs.g)
         return session.fork_result(completion)
 
-    def _answer(self, session: Session) -> Answer:
+    def _answer(self, session: Session) -> Steps[Answer]:
         """Let the draft answer, up to an end token, a stop string or the limit."""
         reading = session.read_prompt() if self._prefill else None
         tokens: list[int] = []
@@ -156,33 +164,38 @@ class SequenceCascade:
         drafts: list[Draft] = []
         ended, room = False, session.draft_room()
         while len(tokens) < room and not ended:
+            began = time.perf_counter()
             draft = session.draft(min(CHUNK, room - len(tokens)), tokens)
             tokens += draft.tokens[0].tolist()
             probs.append(draft.raw.gather(-1, draft.tokens[..., None])[0, :, 0])
             if self._verifies:
                 drafts.append(draft)
             ended = session.ends(tokens)
+            session.row.draft_s += time.perf_counter() - began
+            yield session.row
         if reading is not None:
             reading.join()
         complete = ended or len(tokens) == session.row.limit
         return Answer(tokens, torch.cat(probs).tolist() if probs else [], complete, join(drafts) if drafts else None)
 
-    def _believed(self, session: Session, answer: Answer, rule: str, tau: float) -> bool:
-        """Whether the draft's answer may be served: complete, allowed everywhere, and sure enough."""
-        if not answer.complete or not all(session.allowed(answer.tokens)):
-            return False
-        return self._scores[rule](answer.probs) >= tau
+    def _confidence(self, session: Session, answer: Answer, knobs: Knobs) -> float | None:
+        """How sure the draft is of its answer; None for one that cannot be served: not complete, or not allowed."""
+        if knobs.rule not in self.rules or not answer.complete or not all(session.allowed(answer.tokens, knobs)):
+            return None
+        return self._scores[knobs.rule](answer.probs)
 
-    def _target_answers(self, session: Session, answer: Answer, g: Callable[[], int]) -> None:
+    def _target_answers(self, session: Session, answer: Answer, g: Callable[[], int]) -> Steps[None]:
         """The lossless answer."""
         row = session.row
         width = min(len(answer.tokens), row.limit - 1)
         if self._verifies and answer.draft is not None and width:
             session.emit_lossless(cut(answer.draft, width))
+            yield session.row
         else:
             session.rollback(len(row.tokens) - 1)  # the draft starts again too
         while not row.finish_reason:
             session.lossless_round(g())
+            yield row
 
 
 def draft_only() -> SequenceCascade:

@@ -18,19 +18,22 @@ was asked, both outcomes are computed from the same uniforms and a touch is a st
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from decoder.drafters.base import Draft
 from decoder.request import Completion, ForkResult, Knobs, Observer, Request
 from decoder.row import ACCEPT, RESIDUAL
 from decoder.sampling import draw
+from decoder.steps import Steps, fork_point
 from decoder.strategies.base import (
     KnobSource,
     Models,
     Session,
+    Strategy,
     StrategyCompletion,
     by_engine,
-    fork_point,
     join,
     lossless,
     may_be_lenient,
@@ -41,44 +44,42 @@ from policies.rules import lossless_accept
 LONGEST = 32  # tokens that BiLD drafts at most before the target looks
 
 
-class _TokenStrategy:
+class _TokenStrategy(Strategy, Protocol):
     """What the two share; a subclass says what happens at one step."""
-
-    name: str
-    rules: tuple[str, ...]
 
     def check(self, models: Models) -> None:
         """ModelError unless the drafter can answer by itself and is not always certain."""
         models.answering_drafter(self.name)
 
     @torch.inference_mode()
-    def generate(
+    def steps(
         self, models: Models, request: Request, knobs: KnobSource, observer: Observer | None = None
-    ) -> StrategyCompletion:
-        """See `Strategy.generate`. ``knobs()`` is asked at every step."""
+    ) -> Steps[StrategyCompletion]:
+        """See `Strategy.steps`. ``knobs()`` is asked at every step."""
         self.check(models)
         if not may_be_lenient(request, knobs(), self.rules):
-            return by_engine(self.name, models, request, lambda: lossless(knobs()), observer)
+            return (yield from by_engine(self.name, models, request, lambda: lossless(knobs()), observer))
         session = Session(models, request)
-        self._run(session, knobs)
+        yield from self._run(session, knobs)
         return session.completion(self.name)
 
     @torch.inference_mode()
-    def fork(self, models: Models, completion: Completion) -> ForkResult:
-        """See `Strategy.fork`."""
+    def fork_steps(self, models: Models, completion: Completion) -> Steps[ForkResult]:
+        """See `Strategy.fork_steps`."""
         point = fork_point(completion)
         session = Session(models, completion.request)
         session.resume(point)
-        self._run(session, lambda: point.knobs)
+        yield from self._run(session, lambda: point.knobs)
         return session.fork_result(completion)
 
-    def _run(self, session: Session, knobs: KnobSource) -> None:
+    def _run(self, session: Session, knobs: KnobSource) -> Steps[None]:
         while not session.row.finish_reason:
             now, lenient = session.ask(knobs, self.rules)
             if lenient and session.draft_room():
                 self._step(session, now)
             else:
                 session.lossless_round(now.g)
+            yield session.row
 
     def _step(self, session: Session, knobs: Knobs) -> None:
         raise NotImplementedError
@@ -93,7 +94,7 @@ class TokenCascade(_TokenStrategy):
     def _step(self, session: Session, knobs: Knobs) -> None:
         draft = session.draft(1)
         x, confidence = int(draft.tokens), float(draft.raw.amax())
-        (allowed,) = session.allowed([x])
+        (allowed,) = session.allowed([x], knobs)
         if knobs.rule == "chow" and allowed and confidence >= 1 - knobs.theta:
             if session.touch(knobs, [x], ()):
                 session.rollback(len(session.row.tokens) - 1)  # held: the target goes on from here
@@ -140,7 +141,7 @@ class Bild(_TokenStrategy):
         exact = torch.cat(verdict.lossless).tolist()
 
         # Roll back from the first token that the target finds too unlikely; there, and after the stretch, it decides.
-        allowed, likely = session.allowed(block), verdict.scalars.target_prob_raw[0]
+        allowed, likely = session.allowed(block, knobs), verdict.scalars.target_prob_raw[0]
         kept = (likely >= 1 - knobs.theta) & (likely > 0)
         kept &= torch.tensor(allowed, dtype=torch.bool, device=kept.device)
         accepted = int(kept.long().cumprod(-1).sum())

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from decoder.batch import Batch
 from decoder.forks import ForkRun
 from decoder.generate import Request
 from decoder.knobs import LeaseReader, Terms
+from decoder.lane import Lane
 from decoder.sampling import SamplingParams
 from decoder.serving import Job, Serving
 from decoder.spans import SpanTracker
+from decoder.strategies import Models, fork_steps
 from decoder.telemetry import TelemetrySender
 from decoder.text import Text
 from decoder.worker import Reporter, Scoring, WorkerMetrics
@@ -50,7 +51,11 @@ def test_peak_memory_over_a_thousand_requests_is_flat_within_5_percent():
     reader = LeaseReader(Store(), "p")
     reader.poll_once()
     reporter = Reporter(sender, WorkerMetrics(sender, reader), pool="p", worker="w", boot="b")
-    serving = Serving(Batch(engine(), 8), partial(ForkRun, engine()), reader, reporter, sender, queue_size=AT_ONCE)
+    models = Models.of(engine())
+    serving = Serving(
+        Batch(engine(), 8), Lane(models), lambda c: ForkRun(fork_steps(models, c)), reader, reporter, sender,
+        queue_size=AT_ONCE,
+    )  # fmt: skip
     text, scoring = Text(pair().tokenizer), Scoring("m", "s", "1", lambda ids: 0.5)
     asked = prompts(20)
 

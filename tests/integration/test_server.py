@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from storage.embedded import EmbeddedServer
-from storage.records import CapRow, ForkRecord, KnobRow, Lease, RequestRecord, TokenBlock, from_fields
+from storage.records import CapRow, ForkRecord, KnobRow, Lease, RequestRecord, TokenBlock, Trial, from_fields
 from storage.stream import LeaseStore, connect, telemetry_key
 from tests.support import wait_until
 
@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 LEASE = Lease(
     pool="demo", traffic_class="default", epoch=1, seq=1, policy_revision=1, issued=0.0, ttl=600.0, rule="token_v3",
     table=(KnobRow(8, 4, 0.8, 1.0),), caps=(CapRow(0.5, 0.3, 1.0),), holdback=0.3, fork=1.0, label=0.0,
+    strategies=("speculative", "bild", "sequence_cascade"), rules=("token_v3", "threshold"),
+    trial=Trial(0.0, "sequence_cascade", "confidence_min", (KnobRow(8, 4, 0.3, 1.0),)),
 )  # fmt: skip
 QUESTION = "Question: Leo starts with 20 books. Leo doubles the books. How many books has Leo in the end?\nAnswer:"
 CHAT: Any = [{"role": "user", "content": QUESTION}]
@@ -168,7 +170,7 @@ def test_a_banned_token_never_comes_out(site):
         ({"prompt": QUESTION * 40}, "prompt"),
         ({"prompt": [5, 99999]}, None),
         ({"logit_bias": {"99999": 1}}, None),
-        ({"lenity": {"rule": "threshold"}}, "lenity.rule"),
+        ({"lenity": {"rule": "lenience"}}, "lenity.rule"),
         ({"lenity": {"strategy": "cascade"}}, "lenity.strategy"),
         ({"lenity": {"max_loss": 2}}, "lenity.max_loss"),
     ],
@@ -193,7 +195,10 @@ def test_a_caller_can_tighten_the_lease_and_never_loosen_it(site):
         "lossless": ({"max_loss": 0}, ("lossless", 0.0, 0.0, "speculative")),
         "the lossless rule": ({"rule": "lossless"}, ("lossless", 0.0, 0.0, "speculative")),
         "the rule of the lease": ({"rule": "token_v3"}, ("token_v3", 0.8, 1.0, "speculative")),
-        "no drafts": ({"strategy": "plain"}, ("token_v3", 0.8, 1.0, "plain")),
+        "no drafts": ({"strategy": "plain"}, ("lossless", 0.0, 0.0, "plain")),
+        "a rule without knobs": ({"rule": "threshold"}, ("lossless", 0.0, 0.0, "speculative")),
+        "a cascade without knobs": ({"strategy": "bild"}, ("lossless", 0.0, 0.0, "bild")),
+        "what is tried": ({"strategy": "sequence_cascade"}, ("confidence_min", 0.3, 1.0, "sequence_cascade")),
     }
     for what, (lenity, expected) in asked.items():
         answer = complete(site, lenity=lenity, temperature=1)
@@ -201,7 +206,8 @@ def test_a_caller_can_tighten_the_lease_and_never_loosen_it(site):
         assert answer.lenity["lease"] == [1, 1], what
         assert (record.rule, record.theta, record.rho, record.strategy) == expected, what
         assert record.fork_prob == 0.0  # nothing here could score a fork
-        assert (answer.lenity["drafted"] == 0) == (what == "no drafts")
+        assert (answer.lenity["drafted"] == 0) == (what == "no drafts"), what
+        assert (record.confidence is not None) == (record.draft_s > 0) == (what == "what is tried")
 
 
 def test_json_answers_are_never_touched_and_the_lease_alone_touches_many(site):

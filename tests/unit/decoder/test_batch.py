@@ -267,7 +267,7 @@ def test_listeners_hear_every_token_once_and_in_order() -> None:
     batch, heard, done = Batch(engine(), 3), {str(i): [] for i in range(3)}, []
     for name, tokens in heard.items():
         request = Request(name, prompts(3)[int(name)], SamplingParams(seed=int(name), max_tokens=30))
-        batch.add(request, lambda: LENIENT, None, tokens.extend)
+        batch.add(request, lambda: LENIENT, None, lambda ids, _, tokens=tokens: tokens.extend(ids))
     while batch.rows:
         done += batch.step()
         for c in done:

@@ -20,7 +20,7 @@ def test_a_fork_in_rounds_is_the_fork_at_once():
         if served.fork_point is None:
             continue
         arms.add(served.arm)
-        branch, result, rounds = ForkRun(engine(), served), None, 0
+        branch, result, rounds = ForkRun(engine().fork_steps(served)), None, 0
         while result is None:
             result, rounds = branch.step(), rounds + 1
         whole = engine().fork(served)
@@ -31,4 +31,4 @@ def test_a_fork_in_rounds_is_the_fork_at_once():
 
 def test_a_request_that_was_never_touched_has_no_fork():
     with pytest.raises(ValueError, match="never touched"):
-        ForkRun(engine(), run(engine(), prompts(1)[0], Knobs.lossless(4), max_tokens=3))
+        ForkRun(engine().fork_steps(run(engine(), prompts(1)[0], Knobs.lossless(4), max_tokens=3))).step()

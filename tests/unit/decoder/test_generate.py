@@ -221,6 +221,47 @@ def test_structured_spans_pin_single_positions() -> None:
     assert touches
 
 
+def test_a_lease_may_open_structured_spans_too() -> None:
+    everything = Knobs(g=5, rule="threshold", theta=1.0, structured=True)
+    for changes in ({"spans": EveryThird()}, {"structured": True}):
+        rounds = Rounds()
+        request = Request("r", prompts(1)[0], SamplingParams(max_tokens=40), **changes)
+        done = engine().generate(request, lambda: everything, rounds)
+        free = run(engine(), prompts(1)[0], everything, max_tokens=40)
+        assert done.token_ids == free.token_ids and done.touches == free.touches > 0
+        assert all((t.theta == 1).all() and not (t.flags & PINNED).any() for t in rounds)
+        closed = Rounds()
+        kept = engine().generate(request, lambda: replace(everything, structured=False), closed)
+        assert any((t.flags & PINNED).any() for t in closed)
+        assert "structured" not in changes or (kept.touches == 0 and all((t.flags & PINNED).all() for t in closed))
+
+
+@pytest.mark.parametrize("depth", [0.5, 2.0, 2.5])
+def test_beyond_the_depth_of_a_block_nothing_is_lenient_and_telemetry_says_so(depth: float) -> None:
+    """In the fractional position the weight is a share: at depth .5 some requests go untouched that rho = 1 touches."""
+    knobs, reached = Knobs(g=5, rule="threshold", theta=1.0, depth=depth), math.ceil(depth)
+    touches, places = [], set()
+    for seed, prompt in enumerate(prompts(3)):
+        rounds = Rounds()
+        touches.append(run(engine(), prompt, knobs, rounds, seed=seed, max_tokens=40).touches)
+        for t in rounds:
+            assert np.all(t.theta[:reached] == 1) and not t.theta[reached:].any()
+            assert not (t.flags[reached:] & TOUCH).any()
+            places |= set(np.flatnonzero(t.flags & TOUCH).tolist())
+        batch, alone = Batch(engine(), 2), run(engine(), prompt, knobs, seed=seed, max_tokens=12)
+        for i, k in enumerate((knobs, replace(knobs, depth=5.0))):
+            batch.add(Request(str(i), prompt, SamplingParams(seed=seed, max_tokens=12)), lambda k=k: k)
+        found = {}
+        while batch.rows:
+            found |= {c.request.request_id: c.token_ids for c in batch.step()}
+        assert found["0"] == alone.token_ids  # each row has its own depth
+        if depth == 2.0:
+            held = run(engine(), prompt, replace(knobs, holdback=1.0), seed=seed, max_tokens=40)
+            lenient = run(engine(), prompt, knobs, seed=seed, max_tokens=40)
+            assert engine().fork(held).token_ids == lenient.token_ids and held.arm == "holdback"
+    assert sum(touches) > 3 and places == set(range(reached))
+
+
 def test_a_forced_rejection_where_draft_and_target_are_one_model_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temperature 0.01: the residual is rounding noise, and must not become NaN or a token that cannot be."""
     begin = Row.start.__func__

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from decoder.generate import Knobs
 from decoder.knobs import DEFAULT_G, MAX_CLASSES, LeaseReader, Terms
 from storage.errors import SampleError, StorageError
-from storage.records import CapRow, KnobRow, Lease
+from storage.records import CapRow, KnobRow, Lease, Trial
 from tests.support import wait_until
 
 LEASE = Lease(
     pool="p", traffic_class="default", epoch=3, seq=5, policy_revision=1, issued=1000.0, ttl=10.0, rule="threshold",
     table=(KnobRow(1, 7, 0.5, 0.8), KnobRow(8, 3, 0.25, 1.0)), holdback=0.1, fork=0.5, label=0.2, explore=0.01,
 )  # fmt: skip
+
+
+NGRAMS = {"plain": (), "speculative": ("threshold", "token_v2", "token_v3")}  # what a deterministic drafter can do
 
 
 class Store:
@@ -40,7 +45,7 @@ class Clock:
         return self.now
 
 
-def reader(store: Store, clock: Clock | None = None, **options: bool) -> LeaseReader:
+def reader(store: Store, clock: Clock | None = None, **options: Any) -> LeaseReader:
     return LeaseReader(store, "p", clock=clock or Clock(), **options)
 
 
@@ -175,10 +180,10 @@ def test_a_lease_that_is_not_one_makes_the_worker_lossless_at_once():
 
 def test_a_rule_that_reads_the_drafts_confidence_is_refused_only_with_a_deterministic_drafter():
     store = Store(replace(LEASE, rule="chow"))
-    for deterministic in (False, True):
-        leases = reader(store, deterministic_drafter=deterministic)
+    for able in (None, NGRAMS):
+        leases = reader(store, able=able)
         leases.poll_once()
-        assert is_lossless(leases.knobs()) == deterministic
+        assert is_lossless(leases.knobs()) == (able is not None)
     assert leases.fallbacks == {"incompatible rule": 1}
 
 
@@ -266,7 +271,7 @@ def test_a_caller_who_named_a_rule_is_lossless_once_the_lease_has_another():
 
 def test_plain_decoding_drafts_nothing_with_and_without_a_lease():
     for leases in (leased(), reader(Store())):
-        k = leases.knobs(terms=Terms(plain=True))
+        k = leases.knobs(terms=Terms(strategy="plain"))
         assert (k.g, k.explore) == (0, 0.0)
 
 
@@ -275,11 +280,162 @@ def test_no_fork_is_drawn_where_none_could_be_scored():
     assert leased().knobs(terms=Terms(forks=False)).fork == 0.0
 
 
-def test_a_caller_may_name_lossless_or_the_rule_of_the_lease():
-    leases = leased()
-    assert leases.refusal("default", "lossless") is None
-    assert leases.refusal("default", "threshold") is None
-    assert "there is: lossless, threshold" in str(leases.refusal("default", "token_v3"))
+LISTED = replace(LEASE, strategies=("speculative", "sequence_cascade"), rules=("threshold", "token_v3"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rule", "refused"),
+    [
+        (None, "lossless", None),
+        (None, "threshold", None),  # the lease's own
+        (None, "token_v3", None),  # on the list
+        (None, "lenience", "rule"),
+        ("plain", None, None),  # always
+        ("speculative", "token_v3", None),
+        ("sequence_cascade", None, None),
+        ("sequence_cascade", "confidence_min", None),  # a rule of its own
+        ("sequence_cascade", "bild", "rule"),
+        ("bild", None, "strategy"),
+        ("telepathy", None, "strategy"),
+    ],
+)
+def test_a_caller_may_ask_for_what_is_on_the_lists_of_the_lease(strategy, rule, refused):
+    told = leased(LISTED).refusal("default", strategy, rule)
+    assert (told and told[0]) == refused
+    if told is not None:
+        assert "is not on this pool's list; there is: " in told[1]
+
+
+def test_what_the_models_cannot_do_is_refused_and_said_so():
+    leases = reader(Store(replace(LISTED, rules=("threshold", "chow"))), able=NGRAMS)
+    leases.poll_once()
+    what, why = leases.refusal("default", "sequence_cascade", None) or ("", "")
+    assert what == "strategy" and "cannot be used with this worker's models; there is: plain, speculative" in why
+    what, why = leases.refusal("default", None, "chow") or ("", "")
+    assert what == "rule" and "cannot be used with this worker's models; there is: lossless, threshold" in why
+
+
+def test_without_a_lease_everything_that_exists_may_be_asked_for_and_is_lossless():
     unleased = reader(Store())
-    assert unleased.refusal("default", "token_v3") is None  # lossless until there is a lease
-    assert "no_rule" in str(unleased.refusal("default", "no_rule"))
+    for strategy, rule in ((None, "token_v3"), ("bild", "bild"), ("sequence_cascade", None)):
+        assert unleased.refusal("default", strategy, rule) is None
+        assert is_lossless(unleased.knobs(terms=Terms(strategy=strategy, rule=rule)))
+    assert "no_rule" in str(unleased.refusal("default", None, "no_rule"))
+
+
+# -- depth, spans, deadline --------------------------------------------------------------------------------------------
+
+
+def test_depth_limits_leniency_to_the_first_positions_and_a_cap_limits_it_further():
+    deep = replace(
+        LEASE, table=(KnobRow(8, 4, 0.8, 0.5, 2.25),), caps=(CapRow(0.5, 0.8, 1.0, 1.0), CapRow(0.7, 0.8, 1.0, 3.0))
+    )
+    k = leased(deep).knobs()
+    assert k.depth == 2.25 and k.weights(4).tolist() == [0.5, 0.5, 0.125, 0.0]
+    assert leased(deep).knobs(terms=Terms(share=0.5)).depth == 1.0
+    assert leased(deep).knobs(terms=Terms(share=0.7)).depth == 2.25
+    assert is_lossless(leased(replace(deep, table=(KnobRow(8, 4, 0.8, 0.5, 0.0),))).knobs())
+    assert Knobs(g=3, rule="threshold", theta=0.5).weights(3).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_structured_spans_and_the_label_deadline_come_from_the_lease():
+    assert (leased().knobs().structured, leased().knobs().label_deadline) == (False, 900.0)
+    k = leased(replace(LEASE, structured="lenient", label_deadline=30.0)).knobs()
+    assert (k.structured, k.label_deadline) == (True, 30.0)
+
+
+def test_a_lease_of_before_is_obeyed_as_ever():
+    """Its fields are those of the first release."""
+    old = json.loads(LEASE.to_json())
+    for name in ("strategy", "strategies", "rules", "structured", "label_deadline", "trial"):
+        del old[name]
+    for row in old["table"]:
+        del row["depth"]
+    lease = Lease.from_json(json.dumps(old))
+    assert leased(lease).knobs() == leased(LEASE).knobs() and leased(lease).knobs().lenient
+    assert leased(lease).admit("default", Terms(), 7) == Terms(strategy="speculative")
+
+
+# -- strategies and trials ---------------------------------------------------------------------------------------------
+
+TRIAL = Trial(0.25, "sequence_cascade", "confidence_min", (KnobRow(8, 6, 0.6, 0.9),))
+TRIED = replace(CAPPED, trial=TRIAL, rules=("threshold", "token_v3"))
+
+
+def test_a_request_without_wishes_gets_the_lease_s_strategy():
+    own = replace(LEASE, strategy="sequence_cascade", rule="confidence_mean", strategies=("sequence_cascade",))
+    assert leased(own).admit("default", Terms(), 1).strategy == "sequence_cascade"
+    assert leased(own).knobs(terms=Terms(strategy="sequence_cascade")).rule == "confidence_mean"
+    assert is_lossless(leased(own).knobs(terms=Terms(strategy="speculative")))
+    plain = replace(LEASE, strategy="plain")
+    assert (leased(plain).knobs().g, leased(plain).knobs().rule) == (0, "lossless")
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("unknown strategy", {"strategy": "telepathy"}),
+        ("incompatible strategy", {"strategy": "sequence_cascade", "rule": "confidence_mean"}),
+        ("incompatible rule", {"rule": "confidence_mean"}),
+    ],
+)
+def test_a_default_strategy_that_cannot_be_done_leaves_the_worker_lossless_with_a_counted_reason(reason, changes):
+    leases = reader(Store(replace(LEASE, **changes)), able=NGRAMS)
+    leases.poll_once()
+    assert is_lossless(leases.knobs()) and leases.fallbacks == {reason: 1}
+    assert leases.admit("default", Terms(), 1).strategy == "speculative"
+
+
+def test_a_share_of_the_requests_takes_part_in_the_trial_by_a_coin_of_their_seed():
+    """1,000 coins at 0.25: outside 195..310 with a chance below 1e-4."""
+    leases = leased(TRIED)
+    taken = [leases.admit("default", Terms(), seed) for seed in range(1000)]
+    assert taken == [leases.admit("default", Terms(), seed) for seed in range(1000)]
+    tried, usual = Terms(strategy="sequence_cascade", rule="confidence_min"), Terms(strategy="speculative")
+    assert 195 <= taken.count(tried) <= 310 and taken.count(usual) == 1000 - taken.count(tried)
+    k = leases.knobs(terms=tried)
+    assert (k.rule, k.theta, k.rho, k.g, k.lease_seq) == ("confidence_min", 0.6, 0.9, 6, 5)
+    assert leases.knobs(terms=usual).rule == "threshold"
+
+
+def test_who_asks_for_less_or_for_something_else_takes_no_part_in_the_trial():
+    leases = leased(replace(TRIED, trial=replace(TRIAL, share=1.0)))
+    for terms in (Terms(share=0.5), Terms(rule="lossless"), Terms(rule="threshold"), Terms(strategy="plain")):
+        assert leases.admit("default", terms, 1) == replace(terms, strategy=terms.strategy or "speculative")
+    for terms in (Terms(), Terms(strategy="sequence_cascade"), Terms(rule="confidence_min")):
+        assert leases.admit("default", terms, 1).rule == "confidence_min"
+
+
+def test_a_rule_on_the_list_is_lossless_unless_the_lease_or_its_trial_has_knobs_for_it():
+    leases = leased(replace(TRIED, trial=replace(TRIAL, strategy="speculative", rule="token_v3")))
+    assert leases.knobs(terms=Terms(rule="threshold")).theta == 0.8
+    assert leases.knobs(terms=Terms(rule="token_v3")).theta == 0.6
+    assert is_lossless(leases.knobs(terms=Terms(rule="token_v3", share=0.9)))  # caps are for the lease's own rule
+    assert is_lossless(leased(TRIED).knobs(terms=Terms(rule="token_v3")))
+
+
+def test_a_request_keeps_what_it_got_when_the_trial_ends_and_goes_on_losslessly():
+    store = Store(replace(TRIED, trial=replace(TRIAL, share=1.0)))
+    leases = reader(store)
+    leases.poll_once()
+    terms = leases.admit("default", Terms(), 3)
+    assert leases.knobs(terms=terms).theta == 0.6
+    store.lease = replace(TRIED, seq=6, trial=None)
+    leases.poll_once()
+    assert is_lossless(leases.knobs(terms=terms)) and leases.knobs(terms=terms).lease_seq == 6
+    store.lease = replace(TRIED, seq=7, trial=None, strategy="sequence_cascade", rule="confidence_min")
+    leases.poll_once()
+    assert leases.knobs(terms=terms).theta == 0.8  # it won
+
+
+def test_a_trial_that_cannot_be_done_is_left_out_and_counted_and_the_lease_is_obeyed():
+    store = Store(replace(TRIED, trial=replace(TRIAL, share=1.0)))
+    leases = reader(store, able=NGRAMS)
+    leases.poll_once()
+    leases.poll_once()
+    assert leases.fallbacks == {"trial: incompatible strategy": 1}
+    assert leases.admit("default", Terms(), 3) == Terms(strategy="speculative")
+    assert leases.knobs().theta == 0.8
+    store.lease = replace(TRIED, seq=6, trial=replace(TRIAL, table=(KnobRow(1, 100, 0.5, 1.0),)))
+    leases.poll_once()
+    assert is_lossless(leases.knobs()) and leases.fallbacks["malformed"] == 1

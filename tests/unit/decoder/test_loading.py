@@ -64,7 +64,7 @@ def test_directories_are_checked_when_they_are_loaded(tmp_path: Path) -> None:
 
 def test_the_bundled_pair_loads_in_another_dtype_and_ends_at_its_end_token() -> None:
     engine, drafter, words = load_engine(dtype="bfloat16")
-    assert engine._target.model.dtype == torch.bfloat16 and engine.eos_ids == {EOS}
+    assert engine.target.model.dtype == torch.bfloat16 and engine.eos_ids == {EOS}
     assert drafter.vocab_size == 656 and end_ids(pair().target, words) == {EOS}
     done = run(engine, prompts(1)[0], Knobs.lossless(4), max_tokens=8)
     assert len(done.token_ids) == 8

@@ -15,9 +15,15 @@ from tests.support_serving import Bytes
 USER = [{"role": "user", "content": "hi"}]
 
 
+def refusal(name: str, strategy: str | None, rule: str | None) -> tuple[str, str] | None:
+    if strategy not in (None, "plain"):
+        return "strategy", f"no {strategy}"
+    return None if rule in (None, "lossless") else ("rule", f"no {rule}")
+
+
 def planner(**options: Any) -> Planner:
     given: dict[str, Any] = {
-        "model": "m", "context": 100, "refusal": lambda name, rule: None if rule == "lossless" else f"no {rule}",
+        "model": "m", "context": 100, "refusal": refusal,
     }  # fmt: skip
     return Planner(Text(Bytes(), bos=1), **(given | options))
 
@@ -112,7 +118,7 @@ def test_content_may_be_text_or_parts_of_text(content: Any, text: bytes):
         ({"messages": [{"role": "user", "content": "x" * 99}]}, "messages", "reads 100"),
         ({"lenity": {"max_loss": 1.01}}, "lenity.max_loss", "only tighten"),
         ({"lenity": {"max_loss": -0.1}}, "lenity.max_loss", "only tighten"),
-        ({"lenity": {"strategy": "cascade"}}, "lenity.strategy", "speculative, plain"),
+        ({"lenity": {"strategy": "cascade"}}, "lenity.strategy", "no cascade"),
         ({"lenity": {"rule": "token_v3"}}, "lenity.rule", "no token_v3"),
         ({"lenity": {"traffic_class": "vip"}}, "lenity.traffic_class", "default"),
         ({"lenity": {"theta": 1}}, "lenity.theta", "unknown field"),
@@ -150,10 +156,10 @@ def test_another_model_is_not_found():
 
 
 @pytest.mark.parametrize("kind", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a"}}])
-def test_an_answer_in_json_is_pinned_to_lossless(kind: dict[str, Any]):
+def test_an_answer_in_json_is_one_structured_span(kind: dict[str, Any]):
     plan = chat(response_format=kind)
-    assert plan.pinned and not plan.terms.lossless
-    assert not chat(response_format={"type": "text"}).pinned
+    assert plan.structured and not plan.pinned and not plan.terms.lossless
+    assert not chat(response_format={"type": "text"}).structured
 
 
 def test_a_schema_that_must_be_met_is_refused_because_nothing_enforces_it():
@@ -164,6 +170,6 @@ def test_a_schema_that_must_be_met_is_refused_because_nothing_enforces_it():
 
 def test_the_callers_terms_arrive():
     plan = chat({"classes": ("chat", "code")}, lenity={"max_loss": 0.25, "strategy": "plain", "traffic_class": "code"})
-    assert (plan.terms.share, plan.terms.plain, plan.traffic_class, plan.pinned) == (0.25, True, "code", False)
+    assert (plan.terms.share, plan.terms.strategy, plan.traffic_class, plan.pinned) == (0.25, "plain", "code", False)
     assert chat({"classes": ("chat", "code")}).traffic_class == "chat"
     assert chat(lenity={"max_loss": 0}).pinned and chat(lenity={"rule": "lossless"}).pinned

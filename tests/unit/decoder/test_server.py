@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from decoder.protocol import Planner
-from decoder.server import MAX_BODY, Frontend, HttpServer, create_app
+from decoder.server import MAX_BODY, Frontend, HttpServer, Judging, create_app
 from decoder.text import Text
 from storage.records import RequestRecord
 from tests.support_serving import Batch, Bench, Bytes
@@ -22,19 +22,25 @@ ASK = {"model": "m", "prompt": "hi", "max_tokens": 3}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
+TOKEN = "a-token-of-the-judges"
+
+
 class Site:
     """The application over a bench; its loop is turned by a thread unless ``held``."""
 
-    def __init__(self, batch: Batch | None = None, queue_size: int = 2):
-        self.bench = Bench(batch, queue_size)
+    def __init__(self, batch: Batch | None = None, queue_size: int = 2, judged: bool = False):
+        self.bench = Bench(batch, queue_size, judged=judged)
         self.serving = self.bench.serving
         tokens = [bytes([i]) for i in range(256)]
         tokens[7] = "é".encode()
         reader = self.serving._reader
         self.planner = Planner(Text(Bytes(tokens)), model="m", context=100, refusal=reader.refusal)
         self.app = create_app(
-            Frontend(self.serving, self.planner, reader, self.serving._report.metrics, pool="p", wall=lambda: 1000.0)
-        )
+            Frontend(
+                self.serving, self.planner, reader, self.serving._report.metrics, pool="p", wall=lambda: 1000.0,
+                judging=None if self.bench.branches is None else Judging(self.bench.branches, TOKEN),
+            )
+        )  # fmt: skip
 
     @asynccontextmanager
     async def client(self, held: bool = False) -> AsyncIterator[httpx.AsyncClient]:
@@ -114,6 +120,48 @@ def test_the_outputs_of_a_stream_are_told_apart_and_the_costs_come_once():
     for i in range(2):
         assert "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) == "ééé"
     assert ["lenity" in c for c in chunks].count(True) == 1 and "lenity" in chunks[-1]
+
+
+def test_the_log_probabilities_of_a_stream_come_with_their_parts():
+    """Each part has those of the tokens that begin in it; one token a round here."""
+    whole = post("/v1/completions", ASK | {"logprobs": 0}).json()["choices"][0]["logprobs"]
+    chunks = events(post("/v1/completions", ASK | {"logprobs": 0, "stream": True}))
+    told = [c["choices"][0]["logprobs"] for c in chunks]
+    assert [t and t["tokens"] for t in told] == [["é"], ["é"], ["é"], None]
+    assert [t["text_offset"] for t in told[:3]] == [[0], [1], [2]]
+    assert {k: [x for t in told[:3] for x in t[k]] for k in whole} == whole
+    chat = events(post("/v1/chat/completions", CHAT | {"logprobs": True, "stream": True}))
+    said = [c["choices"][0] for c in chat]
+    assert [s["logprobs"] and [t["token"] for t in s["logprobs"]["content"]] for s in said] == [
+        None,
+        *[["é"]] * 3,
+        None,
+    ]
+
+
+def test_judges_get_both_texts_of_a_fork_and_nobody_else_does():
+    async def main() -> None:
+        site = Site(Batch(fork_drawn=True), judged=True)
+        async with site.client() as client:
+            name = (await client.post("/v1/completions", json=ASK)).json()["lenity"]["requests"][0]
+            await until(lambda: site.bench.branches.size == 1)
+            path, judge = f"/v1/quality/branches/{name}", {"authorization": f"Bearer {TOKEN}"}
+            for headers in ({}, {"authorization": TOKEN}, {"authorization": "Bearer no"}):
+                refused = await client.get(path, headers=headers)
+                assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+            answer = await client.get(path, headers=judge)
+            assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
+            found = answer.json()
+            assert found["request_id"] == name and found["prompt"] == "hi"
+            texts = {b["branch"]: b["text"] for b in found["branches"]}
+            assert texts == {"served": "ééé", "fork": "\x01\x02"} and set(found) == {"request_id", "prompt", "branches"}
+            assert (await client.get(path, headers=judge)).json() == found  # the order was drawn once
+            missing = await client.get("/v1/quality/branches/other", headers=judge)
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "branches_not_found")
+        async with Site().client() as closed:
+            assert (await closed.get(path, headers=judge)).status_code == 404
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("stream", [False, True])

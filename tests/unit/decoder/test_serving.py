@@ -11,7 +11,7 @@ from decoder.knobs import Terms
 from decoder.sampling import SamplingParams
 from decoder.serving import MAX_FORKS, Busy, Draining, Job
 from decoder.worker import MAX_FAILURES_IN_A_ROW
-from storage.records import ForkRecord, QualityScore, RequestRecord
+from storage.records import ForkRecord, KnobRow, Lease, QualityScore, RequestRecord
 from tests.support_serving import SCORING, Batch, Bench, Listener
 
 
@@ -169,10 +169,77 @@ def test_a_drawn_label_scores_the_served_branch(drawn, scores):
 
 def test_a_callers_terms_reach_the_knobs_and_the_record():
     bench = Bench()
-    bench.job("a", terms=Terms(plain=True))
+    bench.job("a", terms=Terms(strategy="plain"))
     bench.turns()
     [record] = bench.records(RequestRecord)
     assert [k.g for k in bench.batch.knobs] == [0] and record.strategy == "plain"
+
+
+# -- the lane ----------------------------------------------------------------------------------------------------------
+
+CASCADE = Lease(
+    pool="p", traffic_class="default", epoch=1, seq=1, policy_revision=1, issued=0.0, ttl=60.0,
+    rule="confidence_min", table=(KnobRow(8, 4, 0.5, 1.0),), strategy="sequence_cascade", strategies=("speculative",),
+)  # fmt: skip
+
+
+def test_strategies_of_one_request_at_a_time_have_a_lane_and_starve_nobody():
+    bench = Bench(lease=CASCADE)
+    slow, waits = bench.job("slow", 5), bench.job("waits", 1)
+    usual = [bench.job(name, 2, terms=Terms(strategy="speculative")) for name in "abcd"[:2]]
+    bench.serving.turn()
+    bench.serving.turn()
+    assert [x.said for x in usual] == [["stop"]] * 2 and slow.said == waits.said == []
+    bench.turns()
+    assert slow.said == waits.said == ["stop"] and bench.lane.strategies == ["sequence_cascade"] * 2
+    found = {r.request_id: r.strategy for r in bench.records(RequestRecord)}
+    assert found == {"slow": "sequence_cascade", "waits": "sequence_cascade", "a": "speculative", "b": "speculative"}
+
+
+def test_a_lane_that_is_busy_does_not_hold_up_the_batch_nor_a_full_batch_the_lane():
+    bench = Bench(Batch(1), queue_size=9, lease=CASCADE)
+    for name in ("x", "y"):
+        bench.job(name, 50)
+    for name in ("a", "b"):
+        bench.job(name, 50, terms=Terms(strategy="plain"))
+    bench.serving.turn()
+    assert [*bench.lane.seats, *bench.batch.seats] == ["x", "a"]
+    bench.serving.cancel(["x", "a"])
+    bench.serving.turn()
+    assert [*bench.lane.seats, *bench.batch.seats] == ["y", "b"]
+    bench.serving.cancel(["y", "b"])
+    bench.turns()
+    assert bench.serving._taken == 0
+
+
+def test_what_a_strategy_decodes_by_lossless_rounds_has_them_in_the_batch():
+    """A pinned request, and one under a rule that the lease has no knobs for."""
+    bench = Bench(lease=CASCADE)
+    bench.job("pinned", request=Request("pinned", [1], SamplingParams(max_tokens=1), pinned=True))
+    bench.job("rule", terms=Terms(rule="confidence_mean"))
+    bench.turns()
+    assert bench.lane.strategies == [] and all(not k.lenient and k.g == 4 for k in bench.batch.knobs)
+    assert [r.strategy for r in bench.records(RequestRecord)] == ["sequence_cascade"] * 2
+
+
+def test_a_step_that_fails_in_the_lane_loses_nobody_in_the_batch():
+    bench = Bench(lease=CASCADE)
+    bench.lane.fails = 1
+    lost, kept = bench.job("a", 3), bench.job("b", 3, terms=Terms(strategy="plain"))
+    bench.turns()
+    assert (lost.said, kept.said) == ([RuntimeError], ["stop"])
+
+
+def test_forks_are_kept_for_a_judge_until_the_label_deadline():
+    bench = Bench(Batch(fork_drawn=True, total_s=0.5), judged=True)
+    bench.job("a")
+    bench.turns()
+    assert bench.branches is not None and bench.forked == 1 and bench.records(QualityScore) == []
+    kept = bench.branches.get("a")
+    assert kept is not None and kept.deadline == 59.5  # 60 s after the touch, half a second before the end
+    assert sorted((name, tuple(ids)) for name, ids, _ in kept.outputs) == [("fork", (1, 2)), ("served", (7,))]
+    bench.now = 59.5
+    assert bench.branches.get("a") is None and bench.branches.size == 0
 
 
 def drained(bench: Bench, grace_s: float) -> bool:

@@ -96,6 +96,17 @@ def test_theta_may_differ_by_row_and_position() -> None:
     assert verdict.lenient.accepted.tolist() == [1] and verdict.touch.tolist() == [[True, False]]
 
 
+def test_a_mixing_weight_may_differ_by_position() -> None:
+    """p = [.1, .9], q = [.9, .1]: token 0 has A0 = 1/9; at weight w the rule makes it 1/9 + 8w/9."""
+    p, q = torch.tensor([[[0.1, 0.9]] * 4]), torch.tensor([[[0.9, 0.1]] * 3])
+    block = Block(torch.zeros(1, 3, dtype=torch.int64), p, p, q, q)
+    weights = torch.tensor([[1.0, 0.5, 0.0]])
+    for u, touched in ((0.5, [1, 1, 0]), (0.6, [1, 0, 0]), (0.1, [0, 0, 0])):
+        uniforms = torch.full((1, 3), u)
+        verdict = verify(block, get_rule("threshold"), 1.0, weights, uniforms, torch.zeros(1, 4))
+        assert verdict.touch[0].long().tolist() == touched
+
+
 def test_rows_may_have_rules_of_their_own() -> None:
     """Threshold 0.3 and forgive 0.3 at u = 0.9, one row that is lossless, and each of them alone."""
     rules = [get_rule("threshold"), None, get_rule("forgive")]

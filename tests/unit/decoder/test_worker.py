@@ -6,17 +6,30 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 
-from decoder.generate import Completion, ForkPoint, ForkResult, Knobs, Request
-from decoder.knobs import LeaseReader
+from decoder.knobs import LeaseReader, trial_coin
+from decoder.request import Completion, ForkPoint, ForkResult, Knobs, Request
 from decoder.sampling import SamplingParams
+from decoder.steps import Steps
 from decoder.telemetry import TelemetrySender
 from decoder.worker import MAX_FAILURES_IN_A_ROW, Scoring, Task, Worker
-from storage.records import ForkRecord, QualityScore, Record, RequestRecord, from_fields, to_fields
+from storage.records import (
+    ForkRecord,
+    KnobRow,
+    Lease,
+    QualityScore,
+    Record,
+    RequestRecord,
+    Trial,
+    from_fields,
+    to_fields,
+)
+from tests.support_serving import Leases
 
 SERVED, FORK = [1, 2, 3], [1, 2, 4, 5]
 KNOBS = Knobs(g=4, rule="threshold", theta=0.5, holdback=0.1, fork=1.0, epoch=2, lease_seq=9)
@@ -33,7 +46,8 @@ class Engine:
         self.fails = self.fork_fails = 0
         self.forks = 0
 
-    def generate(self, request: Request, knobs: Callable[[], Knobs], observer: object) -> Completion:
+    def steps(self, request: Request, knobs: Callable[[], Knobs], observer: object) -> Steps[Completion]:
+        yield from ()
         self.during()
         knobs()
         if self.fails:
@@ -47,7 +61,8 @@ class Engine:
             **{k: v for k, v in self.outcome.items() if k != "label_drawn"},
         )  # fmt: skip
 
-    def fork(self, completion: Completion) -> ForkResult:
+    def fork_steps(self, completion: Completion) -> Steps[ForkResult]:
+        yield from ()
         self.forks += 1
         if self.fork_fails:
             raise RuntimeError("out of memory")
@@ -73,11 +88,6 @@ class Stream:
         return len(records)
 
 
-class NoLeases:
-    def read(self, pool: str, traffic_class: str) -> None:
-        return None
-
-
 def score(token_ids: Sequence[int]) -> float:
     return {tuple(SERVED): 1.0, tuple(FORK): 0.25}[tuple(token_ids)]
 
@@ -89,12 +99,21 @@ TASK = Task([5, 6], SamplingParams(), "code", SCORING)
 class Bench:
     """A worker over fakes; ``entries`` is what reached the stream."""
 
-    def __init__(self, engine: Engine, task: Task = TASK, count: int = 1, max_requests: int | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task = TASK,
+        count: int = 1,
+        max_requests: int | None = None,
+        lease: Lease | None = None,
+    ):
         self.stream = Stream()
         self.sender = TelemetrySender(self.stream, "p", "w", "b", start=False)
-        self.reader = LeaseReader(NoLeases(), "p")
+        self.reader = LeaseReader(Leases(lease), "p")
+        self.reader.poll_once()
+        models = SimpleNamespace(engine=engine, drafter=None)
         self.worker = Worker(
-            engine, Source(task, count), self.sender, self.reader, pool="p", worker="w", boot="b",
+            models, Source(task, count), self.sender, self.reader, pool="p", worker="w", boot="b",
             max_requests=max_requests, wall=lambda: 1000.0,
         )  # type: ignore[arg-type]  # fmt: skip
 
@@ -115,6 +134,25 @@ def test_a_request_is_reported_with_the_knobs_and_coins_of_its_touch():
         fork_drawn=False, label_drawn=False, touches=2, first_touch_at=50.0, started=1000.0, prompt_tokens=2, tokens=3,
         target_passes=2, first_token_s=0.01, total_s=0.1, finish_reason="stop",
     )  # fmt: skip
+
+
+def test_a_request_gets_the_lease_s_strategy_or_by_its_coin_that_of_the_trial_and_the_record_says_which():
+    lease = Lease(
+        pool="p", traffic_class="code", epoch=2, seq=9, policy_revision=1, issued=0.0, ttl=60.0, rule="threshold",
+        table=(KnobRow(8, 4, 0.5, 1.0),), strategy="plain",
+        trial=Trial(0.5, "speculative", "token_v3", (KnobRow(8, 4, 0.5, 1.0),)),
+    )  # fmt: skip
+    engine, got = Engine(**PLAIN), []
+    task = replace(TASK, scoring=None)
+    bench = Bench(engine, lease=lease)
+    bench.reader.knobs("code")
+    bench.reader.poll_once()
+    for seed in range(20):
+        bench.worker.serve(replace(task, params=SamplingParams(seed=seed)))
+        got.append("speculative" if trial_coin(seed) < 0.5 else "plain")
+    bench.sender.flush_once()
+    assert [r.strategy for r in bench.stream.entries if isinstance(r, RequestRecord)] == got
+    assert {*got} == {"plain", "speculative"}
 
 
 def test_a_drawn_fork_is_run_and_both_branches_are_scored():

@@ -107,6 +107,7 @@ class ClassView:
     seconds_per_request: float | None = None
     seconds_to_first_token: float | None = None
     lease: Lease | None = None
+    held_until: float | None = None  # when the cooldown ends, in Unix seconds; it moves while the burn goes on
     override: str | None = None
     override_who: str | None = None
     override_why: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from controller.view import ClassView
@@ -19,6 +20,7 @@ ADVICE: Mapping[str, str] = {
     "Nothing needs to be done to protect quality: decoding is lossless until the cooldown is over.",
     "exhausted": "Find what cost the budget before opening it again. It comes back by itself as old requests leave the "
     "window; an operator may reset or adjust it once the cause is gone.",
+    "floor": "Look at why served answers score so low; decoding is lossless, so leniency is not the cause any more.",
     "pull_back": "Nothing at once: leniency shrinks by itself. If the loss is new, find out what changed.",
     "labels_missing": "See whether the scorer runs and its labels arrive; until then leniency shrinks.",
     "no_traffic": "See whether the workers run and reach the stream.",
@@ -65,7 +67,7 @@ def explain(pool: str, view: ClassView, decision: Mapping[str, Any] | None, now:
         view.reason,
         headline,
         tuple(s for s in sentences if s),
-        _returns(view, policy),
+        _returns(view, policy, now),
         ADVICE.get(view.reason),
         now if decision is None else float(decision.get("unix_time", now)),
     )
@@ -107,17 +109,22 @@ def _knobs(v: ClassView) -> str:
     return text + f", predicted {v.predicted_speedup_plain:.2f}× as fast as plain decoding{lossless}."
 
 
-def _returns(v: ClassView, policy: Mapping[str, Any]) -> str | None:
+def _returns(v: ClassView, policy: Mapping[str, Any], now: float) -> str | None:
     """When leniency may come back by itself."""
     if v.reason in ("frozen", "forced_lossless"):
         return "Only when an operator resumes it."
-    if v.reason not in ("fast_burn", "exhausted"):
+    if v.reason not in ("fast_burn", "exhausted", "floor"):
         return None
-    share = (
-        f"{(policy['start'] + policy['stop']) / 2:.1%} of the budget" if {"start", "stop"} <= set(policy) else "enough"
-    )
-    window = format_duration(v.window_s) if v.window_s > 0 else "the window"
-    after = f"When {share} is left again, as old requests leave the window; after {window} at the latest."
-    if v.reason == "fast_burn" and "cooldown_s" in policy:
-        return f"Not before the burn has stopped for the cooldown of {format_duration(policy['cooldown_s'])}. {after}"
-    return after
+    known = {"start", "stop"} <= set(policy)
+    share = (policy["start"] + policy["stop"]) / 2 if known else None
+    sentences = []
+    if v.held_until is not None and v.held_until > now:
+        left = format_duration(max(1.0, round(v.held_until - now)))
+        sentences.append(f"Not before {datetime.fromtimestamp(v.held_until, UTC):%H:%M:%S} UTC, in {left}.")
+    if v.reason != "exhausted":
+        sentences.append("Later if it goes on: the cooldown begins anew with every tick that still sees it.")
+    if share is None or v.remaining < share:
+        window = format_duration(v.window_s) if v.window_s > 0 else "the window"
+        least = "enough of the budget" if share is None else f"{share:.1%} of the budget"
+        sentences.append(f"When {least} is left again, as old requests leave the window; after {window} at the latest.")
+    return " ".join(sentences)

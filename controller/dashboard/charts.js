@@ -80,7 +80,7 @@ class Chart {
     this.plot = new uPlot({
       width: this.plotted.clientWidth || 320,
       height: HEIGHT,
-      padding: [8, 8, 0, 0],
+      padding: [8, 16, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "lenity" }, y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: { x: { time: true, range: () => this.window }, y: { range: (_, low, high) => extent(spec, low, high) } },

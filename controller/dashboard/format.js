@@ -13,7 +13,7 @@ export const one = fixed(1);
 export const two = fixed(2);
 export const three = fixed(3);
 
-export const percent = (x, digits = 1) => (known(x) ? `${(digits ? one : int)(x * 100)}%` : NONE);
+export const percent = (x, digits = 1) => (known(x) ? `${[int, one, two][digits](x * 100)}%` : NONE);
 export const times = (x) => (known(x) ? `${two(x)}×` : NONE);
 
 // A count that may be fractional: whole when large, more digits when small.

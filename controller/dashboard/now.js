@@ -80,7 +80,7 @@ class Plot {
     this.plot = new uPlot({
       width: this.plotted.clientWidth || 320,
       height: HEIGHT,
-      padding: [10, 12, 0, 0],
+      padding: [10, 16, 0, 0],
       legend: { show: false },
       cursor: { show: false },
       scales: { x: { time: false, range: () => scaleX }, y: { range: (_, low, high) => scaleY ?? padded(low, high) } },

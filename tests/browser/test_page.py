@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 from prometheus_client import CollectorRegistry
 
 from controller.api import ApiServer, create_app
+from controller.auth import Tokens
 from controller.view import AlertView, Board, ClassView, PoolView
 
 pytestmark = pytest.mark.peer("chromium")
@@ -55,6 +57,9 @@ class Row:
     values: dict[str, float | None]
 
 
+SECRET = "operator-secret-0001"
+
+
 @dataclass
 class World:
     """A controller without a loop: what the test publishes is what the page sees."""
@@ -67,6 +72,7 @@ class World:
     ordered: list[dict[str, object]] = field(default_factory=list)
     lag: float = 0.0
     interval_s: float = 60.0  # long, so that a slow machine is not taken for a stopped loop
+    read_tokens: Tokens | None = None
     server: ApiServer | None = None
     url: str = ""
 
@@ -77,6 +83,8 @@ class World:
             ready=lambda: (True, []),
             clock=lambda: time.time() + self.lag,
             registry=CollectorRegistry(),
+            tokens=Tokens(text=f"operator alice {SECRET}; viewer guest viewer-secret-000001"),
+            read_tokens=self.read_tokens,
         )
         self.server = ApiServer(app, self.board, port=port)
         self.url = self.server.start()
@@ -282,6 +290,164 @@ def test_what_happened_is_told_newest_first(world: World, page: Page, complaints
     expect(events.nth(0)).to_contain_text("Policy edit refused (revision 2). policy.yaml:7: no")
     expect(events.nth(1)).to_contain_text("Alert: burn 1h/5m (default). Burn 16.")
     assert complaints == []
+
+
+def test_decisions_and_orders_are_told_in_sentences(world: World, page: Page, complaints: list[str]) -> None:
+    """Each says what it was, for which class, and why; an order names who gave it."""
+    world.decided = [
+        {
+            "time": 1000.0 + i,
+            "traffic_class": "default",
+            "reason": reason,
+            "explanation": f"Because of {reason}.",
+            "lease": {"table": [{"g": 5, "theta": 0.4}]},
+        }
+        for i, reason in enumerate(("step_up", "fast_burn"))
+    ]
+    world.add_operator_action("demo", "*", "freeze", "alice", "a new drafter", 1001.5)
+    world.publish(CLASS)
+    page.goto(world.url)
+    events = page.locator("#events li")
+    expect(events).to_have_count(3)
+    expect(events.nth(0)).to_contain_text("alice ordered a freeze (all classes). “a new drafter”")
+    expect(events.nth(1)).to_contain_text("Fast burn: lossless (default). Because of fast_burn. g 5, θ 0.40.")
+    expect(events.nth(2)).to_contain_text("One step wider (default).")
+    assert complaints == []
+
+
+def test_the_policy_in_force_and_the_refused_one_are_shown(world: World, page: Page, complaints: list[str]) -> None:
+    """The document, what it changed, and what the refused edit asked for."""
+    texts = {3: "max_loss: 2\n", 2: "max_loss: 0.02\n", 1: "max_loss: 0.01\n"}
+    world.revisions = [
+        {"revision": n, "time": 1000.0 * n, "accepted": n < 3, "source": "p.yaml", "error": "too much", "text": text}
+        for n, text in texts.items()
+    ]
+    world.publish(CLASS)
+    page.goto(world.url)
+    policy = page.locator("#policy")
+    expect(policy).to_contain_text("Refused: revision 3")
+    expect(policy).to_contain_text("In force: revision 2")
+    policy.get_by_text("What it changed").click()
+    expect(policy.locator(".plus").last).to_have_text("+max_loss: 0.02\n")
+    assert complaints == []
+
+
+def test_a_freeze_is_ordered_and_ended_under_a_token(world: World, page: Page) -> None:
+    """A wrong token and a low role are refused in the dialog; the right one is asked for once."""
+    world.publish(CLASS)
+    page.goto(world.url)
+    expect(page.get_by_role("button", name="Resume")).to_be_hidden()
+    page.get_by_role("button", name="Freeze").click()
+    dialog = page.get_by_role("dialog", name="Freeze: demo")
+    dialog.get_by_label("Why").fill("a new drafter is rolled out")
+    for wrong, words in (("wrong-wrong-wrong-wrong", "not known"), ("viewer-secret-000001", "needs the role operator")):
+        dialog.get_by_label("Token").fill(wrong)
+        dialog.get_by_role("button", name="Freeze").click()
+        expect(dialog.get_by_role("alert")).to_contain_text(words)
+    assert world.ordered == []
+    dialog.get_by_label("Token").fill(SECRET)
+    dialog.get_by_role("button", name="Freeze").click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#announce")).to_have_text("Freeze ordered by alice; in force at the next tick.")
+    expect(page.locator("#events li").first).to_contain_text("alice ordered a freeze (all classes).")
+    frozen = replace(CLASS, override="freeze", override_who="alice", override_why="a new drafter is rolled out")
+    world.publish(frozen)
+    expect(page.locator("#override")).to_have_text("Frozen. By alice: “a new drafter is rolled out”")
+    page.get_by_role("button", name="Resume").click()
+    dialog = page.get_by_role("dialog", name="Resume: demo")
+    expect(dialog.get_by_label("Token")).to_be_hidden()
+    dialog.get_by_label("only default").check()
+    dialog.get_by_label("Why").fill("rolled out")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    assert [(o["action"], o["traffic_class"], o["who"], o["why"]) for o in world.ordered] == [
+        ("freeze", "*", "alice", "a new drafter is rolled out"),
+        ("resume", "default", "alice", "rolled out"),
+    ]
+    assert SECRET not in page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+
+
+def test_a_token_is_kept_for_the_tab_only_if_asked(world: World, page: Page) -> None:
+    world.publish(CLASS)
+    page.goto(world.url)
+    page.get_by_role("button", name="Force lossless").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Why").fill("wrong sums reported")
+    dialog.get_by_label("Token").fill(SECRET)
+    dialog.get_by_label("keep it for this tab").check()
+    dialog.get_by_role("button", name="Force lossless").click()
+    expect(dialog).to_be_hidden()
+    page.reload()
+    page.get_by_role("button", name="Freeze").click()
+    expect(page.get_by_role("dialog").get_by_label("Token")).to_be_hidden()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert [o["action"] for o in world.ordered] == ["lossless"]
+
+
+def test_where_reading_needs_a_token_the_page_asks_for_it(page: Page) -> None:
+    """And then shows and follows everything."""
+    world = World(read_tokens=Tokens(text="viewer wall wall-screen-secret-01"))
+    world.serve()
+    try:
+        world.publish(CLASS)
+        page.goto(world.url)
+        expect(page.locator("#placeholder")).to_contain_text("asks who reads")
+        page.locator("#unlock").get_by_label("Token").fill("wall-screen-secret-01")
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("#mode")).to_have_text("Lenient")
+        expect(page.locator("#link-text")).to_have_text("Live")
+        world.publish(replace(CLASS, explanation="Followed with a token."))
+        expect(page.locator("#explanation")).to_have_text("Followed with a token.")
+    finally:
+        world.stop()
+
+
+def test_the_frontier_shows_where_the_knobs_stand(world: World, page: Page, complaints: list[str]) -> None:
+    frontier = tuple((i / 100, 1.8 + i / 50) for i in range(12))
+    world.publish(
+        replace(CLASS, frontier=frontier, frontier_at=(0.03, 1.86), frontier_allowed=0.04, positions=(0.9, 0.8, 0.75))
+    )
+    page.goto(world.url)
+    words = "Frontier, at 0.030 touches per token and 1.86× plain; 0.040 are allowed"
+    expect(page.get_by_role("img", name=words)).to_be_visible()
+    expect(page.get_by_role("img", name="Acceptance by position, 1: 90%, 2: 80%, 3: 75%")).to_be_visible()
+    world.publish(replace(CLASS, g=0, frontier=()))
+    expect(page.get_by_role("img", name="Frontier: Not measured yet")).to_be_visible()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_anyone_out(world: World, browser: Browser, scheme: str) -> None:
+    """axe finds nothing serious or critical: on the page with every state, in the dialog, and while it is stale."""
+    firing = AlertView(name="LenityBudgetBurn", firing=True, detail="Burn 16.2 exceeds 14.4.")
+    frozen = {"override": "freeze", "override_who": "alice", "override_why": "a new drafter"}
+    states = ("measured", "certified", "insufficient data", "uncertified", "breached", "no traffic", "disabled")
+    classes = [replace(CLASS, traffic_class=s.replace(" ", "-"), state=s, burn={"1h": 2.0}) for s in states]
+    world.revisions = [{"revision": 1, "time": 1e9, "accepted": True, "source": "p", "error": None, "text": "a: 1"}]
+    world.fired = [{"time": 1e9, "traffic_class": "x", "name": "burn", "firing": True, "detail": "Burn 16."}]
+    world.publish(replace(CLASS, alerts=(firing,), **frozen), *classes, policy_rejected="p.yaml:7: no")  # type: ignore[arg-type]
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    try:
+        page.goto(world.url)
+        expect(page.locator("#events li")).to_have_count(2)
+        page.get_by_text("Document").click()
+        assert serious(page) == []
+        page.get_by_role("button", name="Force lossless").click()
+        assert serious(page) == []
+        page.keyboard.press("Escape")
+        page.evaluate("document.body.dataset.stale = 'yes'")
+        assert serious(page) == []
+    finally:
+        page.close()
+
+
+def serious(page: Page) -> list[str]:
+    """What axe holds against the page as it is, with the places."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{v['id']}: {[node['target'] for node in v['nodes']]}" for v in found if v["impact"] in ("serious", "critical")
+    ]
 
 
 def test_nothing_there_yet_is_not_an_error(world: World, page: Page, complaints: list[str]) -> None:

@@ -79,7 +79,7 @@ class PoolRunner:
             self._stand_by(now, patient)
         if self.loop is not None:
             self._lead(self.loop, now)
-        else:
+        if self.loop is None:
             self._show(now)
 
     def close(self, now: float, seconds: float) -> None:
@@ -166,6 +166,7 @@ class PoolRunner:
                 log.warning("the pool cannot be taken", pool=self.pool, error=f"{type(e).__name__}: {e}")
             if self.loop is not None:
                 log.info("pool taken", pool=self.pool, epoch=self.loop.epoch, policy=str(self.policy.path))
+                self._attend(now)
 
     def _predecessor(self, seat: Seat) -> str | None:
         """At the first look: the holder, where it was this controller's own earlier life."""

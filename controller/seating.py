@@ -50,16 +50,18 @@ class Watch:
     def __init__(self, pool: str, me: str, ttl_s: float):
         self._pool, self._me, self._ttl = pool, me, ttl_s
         self._gone_since: float | None = None
+        self._ever_led = False
 
     def may_claim(self, seat: Seat, now: float) -> bool:
         """Whether to claim the pool now, from how its seat stands; call at each look, at least every `ttl_s` / 4."""
+        self._ever_led = self._ever_led or seat.highest > 0
         if seat.holder:
             self._gone_since = None
             return seat.holder == self._me
         self._gone_since = now if self._gone_since is None else self._gone_since
         order = preference(self._pool, seat.members)
         rank = order.index(self._me) if self._me in order else len(order)
-        if rank == 0 and (seat.holder is not None or seat.highest == 0):
+        if rank == 0 and (seat.holder is not None or not self._ever_led):
             return True  # vacated for us, or nobody ever led it
         return now - self._gone_since >= self._ttl * (ABSENT_SHARE + rank)
 

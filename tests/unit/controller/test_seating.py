@@ -68,6 +68,13 @@ def test_a_pool_that_nobody_ever_led_is_claimed_at_once() -> None:
     assert look(Watch("p", A, TTL), Seat(None, 0, 0, (A,)), 0.0) == [True]
 
 
+def test_a_server_that_forgot_everything_is_not_one_that_nobody_ever_led() -> None:
+    """After FLUSHALL the leader beats again within a tick."""
+    watch = Watch("p", B, TTL)
+    assert look(watch, LED, 0.0) == [False]
+    assert look(watch, Seat(None, 0, 0, (B,)), 0.1, 2.0, 2.1) == [False, False, True]
+
+
 def test_a_claim_that_was_begun_is_gone_on_with() -> None:
     """The seat is ours already, without an epoch yet."""
     assert look(Watch("p", B, TTL), replace(LED, holder=B, epoch=0), 0.0) == [True]

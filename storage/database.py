@@ -57,6 +57,13 @@ class Database:
         with guard(what), self._writer.begin() as connection:
             yield connection
 
+    @contextmanager
+    def alone(self, what: str) -> Iterator[Connection]:
+        """A connection outside any transaction, for what databases do only there; each statement is its own."""
+        options = {"alone": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"}
+        with guard(what), self._engine.execution_options(**options).connect() as connection:
+            yield connection
+
     def close(self) -> None:
         """Close the connections; the next use opens new ones."""
         self._engine.dispose()
@@ -75,9 +82,10 @@ class Database:
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
-            if connection.get_execution_options().get("immediate", False):
+            options = connection.get_execution_options()
+            if options.get("immediate", False):
                 _begin_to_write(connection)
-            else:
+            elif not options.get("alone", False):
                 connection.exec_driver_sql("BEGIN")
 
         return engine

@@ -73,10 +73,11 @@ def run(
     history.roll_up(now, pause=lambda: pause(TARGET_S))
     removed: dict[str, int] = {}
     for table, column, age, step in _rules(ages):
-        groups = ("pool",) if table in (tables.requests, tables.forks, tables.scores, tables.alerts) else _CLASS
         extra: list[Any] = [] if step is None else [table.c.step == step]
         extra += [table.c.rolled] if "rolled" in table.c else []
-        for group in _groups(history.database, table, groups):
+        with history.database.reading(f"look for old {table.name}") as connection:
+            found = list(groups(connection, table))
+        for group in found:
             count = _remove(history.database, table, [*group, *extra], column, as_utc(now - age), pacer)
             removed[table.name] = removed.get(table.name, 0) + count
     thinned = _thin(history.database, as_utc(now - ages.all_decisions), pacer)
@@ -84,7 +85,8 @@ def run(
     return {name: count for name, count in removed.items() if count}
 
 
-_CLASS = ("pool", "traffic_class")
+# Tables whose old rows are found by pool and time; those of the others by pool, class and time.
+_BY_POOL = ("requests", "forks", "scores", "alerts")
 
 
 def _rules(ages: Ages) -> Iterator[tuple[Table, str, float, int | None]]:
@@ -117,16 +119,15 @@ class _Pacer:
         return count
 
 
-def _groups(database: Database, table: Table, names: Sequence[str]) -> Iterator[list[Any]]:
-    """A condition for each pool, or pool and class, that the table has rows of; one look into the index for each."""
-    columns = [table.c[name] for name in names]
+def groups(connection: Connection, table: Table) -> Iterator[list[Any]]:
+    """Conditions for each pool, or pool and class, that the table has rows of; one look into the index for each."""
+    columns = [table.c[name] for name in ("pool", "traffic_class")[: 1 if table.name in _BY_POOL else 2]]
     last: Sequence[Any] | None = None
     while True:
         query = select(*columns).order_by(*columns).limit(1)
         if last is not None:
             query = query.where(tuple_(*columns) > tuple_(*map(literal, last)))
-        with database.reading(f"look for old {table.name}") as connection:
-            last = connection.execute(query).first()
+        last = connection.execute(query).first()
         if last is None:
             return
         yield [column == value for column, value in zip(columns, last, strict=True)]

@@ -28,7 +28,7 @@ from controller.api_server import ApiServer, BoardServer
 from controller.auth import Tokens
 from controller.view import Board, PoolView, Wanted
 from storage.errors import StorageError
-from storage.records import QualityScore
+from storage.records import OperatorAction, QualityScore
 
 __all__ = ["MAX_POINTS", "ApiServer", "BoardServer", "create_app"]
 
@@ -55,16 +55,19 @@ def create_app(
     read_tokens: Tokens | None = None,
     submit: Callable[[Sequence[QualityScore]], object] | None = None,
     wanted: Callable[[str], Sequence[Wanted]] | None = None,
+    act: Callable[[OperatorAction], bool] | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
     """The application over ``board`` and ``history``.
 
     ``ready`` says whether the controller can act, with reasons; ``clock`` is the loop's clock in Unix seconds (views
     are dated by it); ``registry`` holds what ``/metrics`` shows. Readiness also needs that every pool has ticked within
     two intervals. Without ``tokens`` nobody may write; with ``read_tokens`` reading needs a token too. ``submit`` sends
-    labels on to their stream, ``wanted`` lists a pool's requests that are worth one.
+    labels on to their stream, ``wanted`` lists a pool's requests that are worth one; ``act`` has the loop obey an order
+    while the history cannot take it down. ``monotonic`` times the rate of writes.
     """
-    access = Access(tokens, read_tokens, time.monotonic)
-    context = Context(board, history, ready, clock, registry, access, submit, wanted)
+    access = Access(tokens, read_tokens, monotonic)
+    context = Context(board, history, ready, clock, registry, access, submit, wanted, act)
     app = FastAPI(title="Lenity controller", docs_url=None, redoc_url=None)
     app.state.board = board
     app.add_middleware(BodyLimit)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from controller.api_guard import Access
 from controller.api_json import PointLike
 from controller.view import Board, PoolView, Wanted
-from storage.records import Action, QualityScore
+from storage.records import Action, OperatorAction, QualityScore
 
 MAX_POINTS = 5_000
 MAX_ROWS = 500
@@ -42,6 +42,7 @@ class HistoryStore(Protocol):
 class Context:
     """``ready`` says whether the controller can act, with reasons; ``clock`` is the loop's clock in Unix seconds.
 
+    ``act`` has the loop obey an order that cannot be written down yet, False where this process does not lead its pool.
     ``submit`` sends scores on to their pool's stream and raises StorageError, ``wanted`` lists a pool's requests that
     are worth a label; both None where nothing of the kind is wired.
     """
@@ -54,6 +55,7 @@ class Context:
     access: Access
     submit: Callable[[Sequence[QualityScore]], object] | None = None
     wanted: Callable[[str], Sequence[Wanted]] | None = None
+    act: Callable[[OperatorAction], bool] | None = None
 
     def view_of(self, pool: str) -> PoolView:
         """The newest view of a pool; 404 where there is none."""

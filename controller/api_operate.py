@@ -1,7 +1,7 @@
 """What operators order: freeze, force lossless, resume, reset or adjust a budget. Who and why stay on the record.
 
 An order is written to the history; the loop that leads the pool obeys it at its next tick, on whichever controller it
-runs.
+runs. While the history is away the controller that leads the pool obeys all the same and writes it down later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from controller.api_context import NOT_FOUND, Context, PoolName, RowLimit
 from controller.api_guard import WRITE_ERRORS
 from controller.api_json import plain
 from controller.auth import Identity
-from storage.records import ALL_CLASSES, Action
+from storage.errors import StorageError
+from storage.records import ALL_CLASSES, Action, OperatorAction
 
 log = logging.getLogger("lenity.api")
 
@@ -47,7 +48,7 @@ class Order(BaseModel):
 
 @dataclass(frozen=True)
 class Ordered:
-    """An order as it was written down; ``time`` is Unix seconds."""
+    """An order as it was written down; ``time`` is Unix seconds, ``id`` 0 for one that will be written down later."""
 
     id: int
     pool: str
@@ -69,9 +70,16 @@ def router(context: Context) -> APIRouter:
         """Order something; the loop obeys at its next tick."""
         context.check_class(pool, None if order.traffic_class == ALL_CLASSES else order.traffic_class)
         now = context.clock()
-        number = context.history.add_operator_action(
-            pool, order.traffic_class, order.action, who.name, order.why, now, order.amount
-        )
+        values = (pool, order.traffic_class, order.action, who.name, order.why, now, order.amount)
+        try:
+            number = context.history.add_operator_action(*values)
+        except StorageError:
+            number = 0
+            unwritten = OperatorAction(
+                0, pool, order.traffic_class, order.action, order.amount, who.name, order.why, now
+            )
+            if context.act is None or not context.act(unwritten):
+                raise
         log.warning("%s orders %s for %s/%s", who.name, order.action, pool, order.traffic_class)
         return Ordered(number, pool, order.traffic_class, order.action, order.amount, who.name, order.why, now)
 

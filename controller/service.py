@@ -39,7 +39,7 @@ from storage.stream import StreamWriter, connect
 
 log = structlog.get_logger(__name__)
 
-STOP_WITHIN_S = 8.0  # from the signal to the end of the process, whatever hangs
+STOP_WITHIN_S = 5.0  # from the signal to the end of the process, whatever hangs
 ROLL_UP_S, RETENTION_S = 300.0, 3600.0
 WITHOUT_RECORD: tuple[Action, ...] = ("freeze", "lossless", "resume")  # may be ordered while the database is away
 
@@ -148,6 +148,7 @@ class Service:
             read_tokens=None if config.read_token_file is None else Tokens(config.read_token_file),
             submit=self.submit,
             wanted=self.wanted,
+            act=self.act,
         )
         options = uvicorn.Config(
             self.app,

@@ -27,6 +27,7 @@ ADVICE: Mapping[str, str] = {
     "few_labels": "Send labels for the requests that GET /v1/quality/wanted lists.",
     "waiting_for_labels": "Nothing: it goes on with the next labels. More labels make it faster.",
     "unproven": "Nothing: it goes on once the labels of the last step have come.",
+    "quality_alarm": "Look at what changed for the worse: answers that leniency touched have begun to lose more.",
     "learning": "Nothing: it opens once enough rounds are measured.",
     "disabled": "Raise max_loss in the policy to allow leniency.",
     "frozen": "Resume it when the reason for the freeze is gone.",

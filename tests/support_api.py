@@ -131,6 +131,9 @@ class ApiWorld:
     sent: list[QualityScore] = field(default_factory=list)
     wanted: tuple[Wanted, ...] = ()
     stream_down: bool = False
+    leads: bool = False
+    seconds: float = 0.0  # of the clock that times the rate of writes
+    obeyed: list[OperatorAction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.board.publish(POOL)
@@ -144,7 +147,14 @@ class ApiWorld:
             read_tokens=self.read_tokens,
             submit=self.submit,
             wanted=lambda pool: self.wanted,
+            act=self.act,
+            monotonic=lambda: self.seconds,
         )
+
+    def act(self, action: OperatorAction) -> bool:
+        if self.leads:
+            self.obeyed.append(action)
+        return self.leads
 
     def submit(self, scores: Sequence[QualityScore]) -> None:
         if self.stream_down:

@@ -146,7 +146,8 @@ def _order(
         return
     what = made["action"].replace("_", " ") + ("" if made["amount"] is None else f" by {made['amount']:g}")
     where = pool if made["traffic_class"] == "*" else f"{pool} / {made['traffic_class']}"
-    typer.echo(f"{what}: {where}, ordered by {made['who']}, number {made['id']}; in force at the next tick")
+    record = f"number {made['id']}" if made["id"] else "to be written down when the database is back"
+    typer.echo(f"{what}: {where}, ordered by {made['who']}, {record}; in force at the next tick")
 
 
 def _batches(file: Path) -> Iterator[tuple[int, list[tuple[int, Any]]]]:

@@ -16,6 +16,8 @@ const REASONS = {
   unproven: ["Waiting for the last step's labels", "info"],
   pull_back: ["Pulled back", "warn"],
   labels_missing: ["Labels are missing", "warn"],
+  quality_alarm: ["Quality fell: cut", "warn"],
+  floor: ["Below the floor: lossless", "bad"],
   fast_burn: ["Fast burn: lossless", "bad"],
   exhausted: ["Budget exhausted: lossless", "bad"],
   learning: ["Learning: lossless", "idle"],

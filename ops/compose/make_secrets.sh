@@ -31,7 +31,8 @@ printf 'redis://worker:%s@valkey:6379/0\n' "$worker" >"$directory/redis_url_work
 printf '%s\n' "$database" >"$directory/postgres_password"
 printf 'postgresql://lenity:%s@postgres/lenity\n' "$database" >"$directory/database_url"
 printf 'operator operator %s\n' "$operator" >"$directory/api_tokens"
+printf '%s\n' "$operator" >"$directory/operator_token" # for people: lenity freeze POOL --token-file ...
 random >"$directory/grafana_password"
 chmod 644 "$directory"/*
 
-echo "secrets are in $directory; the token for freeze, resume and lossless is in api_tokens"
+echo "secrets are in $directory; the token for freeze, resume and lossless is in operator_token"

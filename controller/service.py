@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,33 +66,6 @@ class ServiceConfig:
     ages: retention.Ages = field(default_factory=retention.Ages)
 
 
-class Orderly(History):
-    """The history for the API: an order that it cannot take goes to the loop, where this process has it."""
-
-    def __init__(self, url: str, act: Callable[[OperatorAction], bool]):
-        super().__init__(url)
-        self._act = act
-
-    def add_operator_action(
-        self,
-        pool: str,
-        traffic_class: str,
-        action: Action,
-        who: str,
-        why: str,
-        now: float,
-        amount: float | None = None,
-    ) -> int:
-        """As `History.add_operator_action`; 0 for an order that is obeyed now and gets its number later."""
-        try:
-            return super().add_operator_action(pool, traffic_class, action, who, why, now, amount)
-        except StorageError:
-            order = OperatorAction(0, pool, traffic_class, action, amount, who, why, now)
-            if action in WITHOUT_RECORD and self._act(order):
-                return 0
-            raise
-
-
 class Service:
     """A running controller. `run()` returns the process's exit code."""
 
@@ -111,7 +84,7 @@ class Service:
     def _build(self) -> None:
         config = self.config
         self.policies = PolicySet(config.policies)
-        self.history = Orderly(config.database_url, self.act)
+        self.history = History(config.database_url)
         self._stack.callback(self.history.close)
         self._stack.enter_context(single_controller(config.database_url))
         self.history.upgrade()
@@ -252,9 +225,10 @@ class Service:
         return any(str(policy.path) == path for policy in self.policies.files.values())
 
     def act(self, order: OperatorAction) -> bool:
-        """Have the loop of a pool obey an order without a record; False where this process does not lead the pool."""
+        """Have the loop of a pool obey an order that cannot be written down yet; False where this process does not lead
+        the pool, or for an order that must not be obeyed twice."""
         runner = self.runners.get(order.pool)
-        if runner is None or runner.loop is None:
+        if runner is None or runner.loop is None or order.action not in WITHOUT_RECORD:
             return False
         runner.loop.orders.give(order)
         return True

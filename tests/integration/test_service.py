@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from controller.service import Service, ServiceConfig, spool_directory
 from storage.embedded import EmbeddedServer
 from storage.errors import StorageError
 from storage.history import History
+from storage.records import OperatorAction
 from storage.stream import LeaseStore, StreamWriter, connect
 from tests.support import wait_until
 from tests.support_control import POLICY
@@ -84,15 +86,14 @@ def test_lossless_can_be_forced_while_the_database_is_away(service: Service, mon
     """In the process that leads; what needs a record is refused, and so is a pool that is led elsewhere."""
     wait_until(lambda: service.tick(100.0) or len(leading(service)) == 2)  # type: ignore[func-returns-value]
 
-    def away(self: object, what: str) -> Any:
+    def away(*args: Any, **values: Any) -> Any:
         raise StorageError("connection refused")
 
-    monkeypatch.setattr(type(service.history.database), "writing", away)
-    assert service.history.add_operator_action("service-one", "*", "lossless", "ada", "a drill", 101.0) == 0
-    with pytest.raises(StorageError):
-        service.history.add_operator_action("service-one", "*", "reset_budget", "ada", "a drill", 101.0)
-    with pytest.raises(StorageError):
-        service.history.add_operator_action("elsewhere", "*", "lossless", "ada", "a drill", 101.0)
+    monkeypatch.setattr(service.history, "add_operator_action", away)
+    order = OperatorAction(0, "service-one", "*", "lossless", None, "ada", "a drill", 101.0)
+    assert service.act(order)
+    assert not service.act(replace(order, action="reset_budget"))
+    assert not service.act(replace(order, pool="elsewhere"))
     service.tick(102.0)
     assert [order.action for order in service.runners["service-one"].loop.orders.standing] == ["lossless"]  # type: ignore[union-attr]
 

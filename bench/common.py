@@ -51,13 +51,16 @@ class Clock:
 
 
 class Probe:
-    """Counts the passes of one model while installed, and times them by the clock's `tick`: all, and the first one.
+    """Counts the passes of a model while installed, and times them by the clock's `tick`: all, and the first one.
+
+    Copies of one model, given as a tuple, are counted as that model.
 
     On an accelerator a pass is only waited for when ``every`` is set; otherwise only the first one is.
     """
 
     def __init__(self, model: Any, clock: Clock, *, every: bool = False):
-        self._model, self._clock, self._every = model, clock, every
+        self._models = model if isinstance(model, tuple) else (model,)
+        self._clock, self._every = clock, every
         self.reset()
 
     def reset(self) -> None:
@@ -68,7 +71,16 @@ class Probe:
     @contextlib.contextmanager
     def installed(self) -> Iterator[Probe]:
         """The model's forward is the counting one inside."""
-        inner, tick = self._model.forward, self._clock.tick
+        for model in self._models:
+            model.forward = self._counting(model.forward)
+        try:
+            yield self
+        finally:
+            for model in self._models:
+                del model.forward  # the class's own shows again; a bound one left behind would outlive copies
+
+    def _counting(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        tick = self._clock.tick
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -83,11 +95,7 @@ class Probe:
             self.seconds += spent
             return found
 
-        self._model.forward = forward
-        try:
-            yield self
-        finally:
-            del self._model.forward  # the class's own shows again; a bound one left behind would outlive copies
+        return forward
 
 
 @dataclass

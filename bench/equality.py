@@ -14,6 +14,7 @@ import torch
 
 from bench.common import Method, library, ours
 from bench.prompts import Asker, Prompt, bundled_prompts, load_chat_model
+from decoder.attention import use_grouped
 from decoder.demo.pair import EOS, PAD, load_pair
 from decoder.drafters import ModelDrafter, NgramDrafter
 from decoder.generate import Engine, Knobs
@@ -75,7 +76,9 @@ def chat_model(directory: Path, data: Path | None, share: float = 1.0, say: Say 
     model, tokenizer = load_chat_model(directory, torch.float32)
     asker = Asker(tokenizer, data)
     end = int(model.config.eos_token_id)
-    engine = Engine(model, NgramDrafter(), eos_ids=[end])
+    mine, _ = load_chat_model(directory, torch.float32)
+    use_grouped(mine)  # as the worker does; the library's stays as it is
+    engine = Engine(mine, NgramDrafter(), eos_ids=[end])
     methods = [ours(f"ngram drafter, g = {g}", engine, Knobs.lossless(g), REAL_TOKENS) for g in range(1, 9)]
     reference = library("generate", model, end, end, REAL_TOKENS)
     found: dict[str, Any] = {"prompts_from": asker.source, "max_tokens": REAL_TOKENS}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from decoder.attention import GROUPED
 from decoder.devices import send
 from policies.errors import ModelError
 
@@ -26,7 +27,7 @@ _FIRST_SLOTS, _SLOTS = 128, 64  # slots of a new cache; it grows to twice the ne
 _PADDING = 64  # slots of a static cache beyond its length, for the blocks of one pass
 _COMPILED = 16  # widest pass that is compiled; prompts come in every length and are read as they are
 _GRAPHS = 128  # rows times widths that may be compiled
-_MASKS = ("sdpa", "eager")  # attention implementations that take a mask for every row
+_MASKS = ("sdpa", "eager", GROUPED)  # attention implementations that take a mask for every row
 
 
 class CachedModel:
@@ -58,6 +59,9 @@ class CachedModel:
         self.windows = self._check_layers()  # refuses what cannot be rolled back now, not at the first request
         kinds = set(getattr(config, "layer_types", None) or ())
         self._kinds = kinds if len(kinds) > 1 else set()
+        # A mask of ours is cheaper than the model's own.
+        known = getattr(config, "_attn_implementation", None) in _MASKS and self._takes_positions
+        self.masks = known and self.device.type == "cpu" and self.windows == [None] * len(self.windows)
         self._checked_rows = False
         self.static_length = static_length
         self._forward = model
@@ -171,6 +175,8 @@ class _Slots(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
     keys: Tensor | None
     values: Tensor | None
     is_initialized: bool
+    _views: tuple[Tensor, Tensor] | None = None  # keys and values of rows `_seen`, [rows, heads, slots, size] each
+    _seen: tuple[int, int] = (0, 0)
 
     def __init__(self, plan: _Plan, window: int | None):
         super().__init__()
@@ -190,6 +196,7 @@ class _Slots(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
             keys[: old[0], : old[1]] = self.keys
             values[: old[0], : old[1]] = self.values
         self.keys, self.values = keys, values
+        self._views = None
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -199,15 +206,18 @@ class _Slots(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         assert self.keys is not None and self.values is not None
         n = key_states.shape[-2]
         begin = 0 if self._window is None else plan.begins[self._window]
-        seen = []
-        for slots, states in ((self.keys, key_states), (self.values, value_states)):
-            new = states.transpose(1, 2)
-            if plan.index is None:
-                slots[plan.first : plan.last, plan.start : plan.start + n] = new
-            else:
-                slots.view(-1, *slots.shape[2:]).index_copy_(0, plan.index, new.reshape(-1, *slots.shape[2:]))
-            seen.append(slots[plan.first : plan.last, begin : plan.end].transpose(1, 2))
-        return seen[0], seen[1]
+        if self._views is None or self._seen != (plan.first, plan.last):
+            keys, values = (slots[plan.first : plan.last].transpose(1, 2) for slots in (self.keys, self.values))
+            self._views, self._seen = (keys, values), (plan.first, plan.last)
+        keys, values = self._views
+        if plan.index is None:
+            keys.narrow(2, plan.start, n).copy_(key_states)
+            values.narrow(2, plan.start, n).copy_(value_states)
+        else:
+            for slots, states in ((self.keys, key_states), (self.values, value_states)):
+                new = states.transpose(1, 2).reshape(-1, *slots.shape[2:])
+                slots.view(-1, *slots.shape[2:]).index_copy_(0, plan.index, new)
+        return keys.narrow(2, begin, plan.end - begin), values.narrow(2, begin, plan.end - begin)
 
     def get_seq_length(self) -> int:
         return self._plan.start
@@ -274,7 +284,8 @@ class RowCache:
             plan.index = (row * plan.capacity[1] + places).flatten()
         else:
             plan.index = None
-        mask = self._mask(places) if self._masked or shortest != longest or (rows > 1 and n > 1) else None
+        masked = self._masked or shortest != longest or (n > 1 and (rows > 1 or (self._owner.masks and shortest)))
+        mask = self._mask(places) if masked else None
         context = self._owner.context
         if context is not None and longest + n > context:  # padding only: tokens that count stay below
             places = places.clamp_max(context - 1)

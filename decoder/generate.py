@@ -15,22 +15,20 @@ with structured spans need their block before the target's pass, and those that 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decoder.cache import CachedModel
 from decoder.devices import Stopwatch, send
 from decoder.drafters.base import Draft, Drafter, rows_of
+from decoder.leniency import Leniency, applied
 from decoder.request import (
     Completion,
-    FloatArray,
     ForkPoint,
     ForkResult,
     Knobs,
@@ -45,7 +43,6 @@ from decoder.steps import Steps, finish, fork_point
 from decoder.verify import Block, verify
 from policies.errors import ModelError
 from policies.rules import Rule, Scalars, get_rule
-from storage.records import ACCEPTED, EXAMINED, PINNED, TOUCH
 
 __all__ = [
     "Completion",
@@ -60,6 +57,7 @@ __all__ = [
     "SamplingParams",
 ]
 
+_NOBODY = Leniency(0.0, 0.0, [], [])
 NEVER = -9999.0  # what is said of the logarithm of 0
 
 
@@ -224,39 +222,43 @@ class Rows:
         for row, k in zip(rows, knobs, strict=True):
             row.knobs = row.knobs or k
 
+        sampler, watched = self._sampler(first, rows), any(observer is not None for observer in observers)
+        said = any(row.request.params.logprobs is not None for row in rows)
+        bare = sampler.greedy and not (watched or said or any(lenient))  # then the greatest logit decides
+
         # Draft.
-        widths = [self._width(row, k) for row, k in zip(rows, knobs, strict=True)]
-        uniforms = self._uniforms(rows, max(widths))
-        draft = self._draft(first, rows, widths, uniforms[DRAFT])
+        draft, uniforms = self._draft(first, rows, knobs, laws=not bare)
         width = draft.tokens.shape[-1]
+        own = draft.tokens.new_full((len(rows), 1), width) if draft.widths is None else draft.widths[:, None]
         watch.lap()
-        knob = _Leniency.of(rows, knobs, lenient, draft.tokens)
+        knob = _NOBODY if bare else Leniency.of(rows, knobs, lenient, draft.tokens)
 
         # One target pass over what it has not read yet and the blocks.
-        unread = [row.tokens[self._cache.lengths[first + i] :] for i, row in enumerate(rows)]
-        ids = send(unread, self._device)
+        ids = send([row.tokens[self._cache.lengths[first + i] :] for i, row in enumerate(rows)], self._device)
         logits = self._cache.extend(torch.cat([ids, draft.tokens], 1) if width else ids, width + 1, first)
         watch.lap()
 
         # Accept token j iff u_j <= A(x_j), up to the first rejection; then one residual or bonus token.
-        probs, raw = self._sampler(first, rows).process(self._masked(rows, logits[..., : self._vocab]))
-        verdict = verify(
-            Block(draft.tokens, probs, raw, draft.probs, draft.raw, draft.widths),
-            rules if len(set(rules)) > 1 else rules[0],
-            knob.theta,
-            knob.rho,
-            uniforms[ACCEPT, :, :width],
-            uniforms[RESIDUAL, :, : width + 1],
-        )
-        scalars = None
-        if any(observer is not None for observer in observers):
-            scalars = torch.stack(verdict.scalars).float().to("cpu", non_blocking=True)
-        branches = torch.stack([*verdict.lossless, *verdict.lenient], 1)
-        own = torch.full_like(branches[:, :1], width) if draft.widths is None else draft.widths[:, None]
-        table = torch.cat([branches, own, draft.tokens, verdict.touch], 1).tolist()  # here the host waits
+        logits, scalars = self._masked(rows, logits[..., : self._vocab]), None
+        if bare:
+            table = _compared(torch.cat([own, draft.tokens, sampler.best(logits)], 1).tolist(), width)
+        else:
+            probs, raw = sampler.process(logits)
+            verdict = verify(
+                Block(draft.tokens, probs, raw, draft.probs, draft.raw, draft.widths),
+                rules if len(set(rules)) > 1 else rules[0],
+                knob.theta,
+                knob.rho,
+                uniforms[ACCEPT, :, :width],
+                uniforms[RESIDUAL, :, : width + 1],
+            )
+            if watched:
+                scalars = torch.stack(verdict.scalars).float().to("cpu", non_blocking=True)
+            branches = torch.stack([*verdict.lossless, *verdict.lenient], 1)
+            table = torch.cat([branches, own, draft.tokens, verdict.touch], 1).tolist()  # here the host waits
 
         # Take what stands, and take back what does not.
-        blocks, touched, taken = [], [], []
+        seen = []
         for i, (row, (a0, t0, a, t, w, *cells)) in enumerate(zip(rows, table, strict=True)):
             block, touch = cells[:w], cells[width : width + w]
             accepted, tokens = row.take(Outcome((a0, t0), (a, t), sum(touch)), block, knobs[i])
@@ -268,9 +270,7 @@ class Rows:
                 self._drafts.commit(first + i, starts[i] + accepted)
             if row.target_passes == 1:
                 row.first_token_s = time.perf_counter() - row.started
-            blocks.append(block)
-            touched.append(touch)
-            taken.append(accepted)
+            seen.append((block, touch, accepted))
 
         # Tell who watches. The rows take turns in speaking for the round.
         self._rounds += 1
@@ -280,8 +280,9 @@ class Rows:
         for i, (row, observer) in enumerate(zip(rows, observers, strict=True)):
             if observer is None:
                 continue
-            n, timed = len(blocks[i]), i == self._rounds % len(rows)
-            applied, flags = _applied(row, touched[i], taken[i], knob.by_row[i][:n], knob.pinned[i][:n])
+            block, touch, accepted = seen[i]
+            n, timed = len(block), i == self._rounds % len(rows)
+            theta, flags = applied(row, touch, accepted, knob.by_row[i][:n], knob.pinned[i][:n])
             draft_s, verify_s, overhead_s = watch.seconds() if timed else (0.0, 0.0, 0.0)
             observer.on_round(
                 RoundTrace(
@@ -295,10 +296,10 @@ class Rows:
                     draft_s=draft_s,
                     verify_s=verify_s,
                     overhead_s=overhead_s,
-                    theta=applied,
+                    theta=theta,
                     flags=flags,
                     timed=timed,
-                    widest=max(map(len, blocks)) if timed else None,
+                    widest=max(len(block) for block, _, _ in seen) if timed else None,
                     **{name: columns[c, i, :n] for c, name in enumerate(Scalars._fields)},
                 )
             )
@@ -326,11 +327,15 @@ class Rows:
                 table[:, i, : its.shape[1]] = its
         return send(table, self._device)
 
-    def _draft(self, first: int, rows: Sequence[Row], widths: list[int], uniforms: Tensor) -> Draft:
+    def _draft(self, first: int, rows: Sequence[Row], knobs: Sequence[Knobs], laws: bool) -> tuple[Draft, Tensor]:
+        """The rows' blocks, and the uniforms of these output indices; ``laws`` as in `RowDrafts.propose`."""
+        widths = [self._width(row, k) for row, k in zip(rows, knobs, strict=True)]
+        uniforms = self._uniforms(rows, max(widths))
         if self._drafts is None or not any(widths):
             nothing = torch.zeros(len(rows), 0, self._vocab, device=self._device)
-            return Draft(torch.zeros(len(rows), 0, dtype=torch.int64, device=self._device), nothing, nothing)
-        return self._drafts.propose(first, [row.tokens for row in rows], widths, uniforms[:, : max(widths)])
+            return Draft(torch.zeros(len(rows), 0, dtype=torch.int64, device=self._device), nothing, nothing), uniforms
+        texts = [row.tokens for row in rows]
+        return self._drafts.propose(first, texts, widths, uniforms[DRAFT, :, : max(widths)], laws), uniforms
 
     def _masked(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Without the end tokens at output indices below a row's ``min_tokens``."""
@@ -347,49 +352,18 @@ class Rows:
         return self._samplers[key]
 
 
-class _Leniency(NamedTuple):
-    """The knobs in force: for `verify`, and per row and drafted position [width] with what structured spans pin."""
+def _compared(table: list[list[int]], width: int) -> list[list[int]]:
+    """What `verify` says of greedy rows without leniency, from (width of the row, block, greatest logits) of each.
 
-    theta: Tensor | float
-    rho: Tensor | float
-    by_row: list[FloatArray]
-    pinned: list[npt.NDArray[np.bool_]]
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], knobs: Sequence[Knobs], lenient: Sequence[bool], tokens: Tensor) -> _Leniency:
-        """Asks the rows' trackers about their blocks, tokens int64 [B, width]."""
-        width = tokens.shape[-1]
-        by_row, pinned, blocks = [], [], None
-        for i, (row, k, may) in enumerate(zip(rows, knobs, lenient, strict=True)):
-            request = row.request
-            theta = np.full(width, k.theta if may else 0.0, dtype=np.float32)
-            theta[math.ceil(k.depth) :] = 0
-            fixed = np.full(width, request.pinned or (request.structured and not k.structured))
-            if request.spans is not None and width and not k.structured:
-                blocks = blocks or tokens.tolist()
-                fixed |= ~np.array(request.spans.lenient_mask(row.output, blocks[i]), dtype=bool)
-                theta[fixed] = 0
-            by_row.append(theta)
-            pinned.append(fixed)
-        even = all(k.depth >= width for k in knobs)
-        if len(rows) == 1 and blocks is None and even and tokens.device.type == "cpu":
-            return cls(knobs[0].theta, knobs[0].rho, by_row, pinned)
-        rhos = np.stack([k.weights(1 if even else width) for k in knobs])
-        return cls(send(np.stack(by_row), tokens.device), send(rhos, tokens.device), by_row, pinned)
-
-
-def _applied(
-    row: Row, touch: Sequence[int], accepted: int, theta: FloatArray, pinned: npt.NDArray[np.bool_]
-) -> tuple[FloatArray, npt.NDArray[np.uint8]]:
-    """The knob in force at every drafted position of a row, and the flag bits of what happened there."""
-    applied, flags = theta.copy(), np.array(touch, dtype=np.uint8) * np.uint8(TOUCH)
-    flags[:accepted] |= ACCEPTED
-    flags[: accepted + 1] |= EXAMINED
-    if row.arm == "holdback":
-        applied[accepted + 1 :] = 0
-        flags[accepted + 1 :] = 0
-    flags[pinned] |= PINNED
-    return applied, flags
+    Acceptance is 1 for the token of the greatest logit and 0 for any other, and what is left of ``p`` is that token.
+    """
+    said = []
+    for w, *cells in table:
+        block, best = cells[:w], cells[width:]
+        accepted = next((j for j, token in enumerate(block) if token != best[j]), w)
+        outcome = accepted, best[accepted]
+        said.append([*outcome, *outcome, w, *cells[:width], *[0] * width])
+    return said
 
 
 def _logprobs(raw: Tensor, tokens: list[int], most: int) -> list[TokenLogprob]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from decoder.attention import use_grouped
 from decoder.demo.pair import load_model, load_tokenizer, quiet
 from decoder.demo.tasks import demo_models_dir
 from decoder.drafters import Drafter, ModelDrafter, NgramDrafter
@@ -95,9 +96,11 @@ def _model(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval().to(device)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval().to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
         raise ModelError(f"cannot load the model in {path}: {e!s:.300}") from e
+    use_grouped(model)
+    return model
 
 
 def _device(name: str) -> torch.device:

@@ -121,6 +121,10 @@ class Sampler:
         """`process` of ``logits`` [B, n, V], row by row."""
         return self._settings.distributions(logits.float(), self._bias)
 
+    def best(self, logits: Tensor) -> Tensor:
+        """The token of every greedy position of ``logits`` [B, n, V]: where `process` is one-hot, int64 [B, n]."""
+        return (logits if self._bias is None else logits.float() + self._bias).argmax(-1)
+
     def draw(self, probs: Tensor, uniforms: Tensor) -> Tensor:
         """One token per position from processed ``probs`` [B, n, V], int64 [B, n], by ``uniforms`` [B, n]."""
         return probs.argmax(-1) if self.greedy else draw(probs, uniforms)

@@ -56,10 +56,18 @@ class RowDrafts(Protocol):
         """A row goes; the last one takes its place."""
         ...
 
-    def propose(self, first: int, texts: Sequence[Sequence[int]], widths: Sequence[int], uniforms: Tensor) -> Draft:
+    def propose(
+        self,
+        first: int,
+        texts: Sequence[Sequence[int]],
+        widths: Sequence[int],
+        uniforms: Tensor,
+        laws: bool = True,
+    ) -> Draft:
         """Draft for the B rows from ``first`` on: up to ``widths[i]`` >= 0 tokens to follow ``texts[i]``.
 
-        As `DraftState.propose` row by row; ``uniforms`` [B, max(widths)]; at least one width is positive.
+        As `DraftState.propose` row by row; ``uniforms`` [B, max(widths)]; at least one width is positive. Without
+        ``laws`` nobody asks for the distributions, and they may be anything.
         """
         ...
 
@@ -122,7 +130,14 @@ class OneByOne:
         if row < len(self._states):
             self._states[row] = last
 
-    def propose(self, first: int, texts: Sequence[Sequence[int]], widths: Sequence[int], uniforms: Tensor) -> Draft:
+    def propose(
+        self,
+        first: int,
+        texts: Sequence[Sequence[int]],
+        widths: Sequence[int],
+        uniforms: Tensor,
+        laws: bool = True,
+    ) -> Draft:
         """Each row's own proposal, padded with zeros to the widest."""
         states = self._states[first : first + len(texts)]
         drafts = [

@@ -74,7 +74,14 @@ class ModelRowDrafts:
             self._params[row] = last
         self._samplers.clear()
 
-    def propose(self, first: int, texts: Sequence[Sequence[int]], widths: Sequence[int], uniforms: Tensor) -> Draft:
+    def propose(
+        self,
+        first: int,
+        texts: Sequence[Sequence[int]],
+        widths: Sequence[int],
+        uniforms: Tensor,
+        laws: bool = True,
+    ) -> Draft:
         """Draw the rows' tokens step by step; see `RowDrafts.propose`."""
         sampler = self._sampler(first, len(texts))
         before = self._cache.lengths[first : first + len(texts)]
@@ -86,11 +93,14 @@ class ModelRowDrafts:
         for j in range(widest):
             if j:
                 logits = self._cache.extend(drafted[-1], 1, first)[..., : self._vocab]
-            q, raw = sampler.process(logits)
-            token = sampler.draw(q, uniforms[:, j : j + 1])
+            if laws or not sampler.greedy:
+                q, raw = sampler.process(logits)
+                token = sampler.draw(q, uniforms[:, j : j + 1])
+                probs.append(q)
+                raws.append(raw)
+            else:
+                token = sampler.best(logits)
             drafted.append(token)
-            probs.append(q)
-            raws.append(raw)
             if self._eos and self._looks:
                 for i, x in enumerate(token[:, 0].tolist()):
                     ended[i] = ended[i] or x in self._eos or j + 1 >= widths[i]
@@ -100,6 +110,8 @@ class ModelRowDrafts:
             if not width:
                 self._cache.truncate(first + i, before[i])  # it read padding only
         tokens = torch.cat(drafted, 1) if len(drafted) > 1 else drafted[0]
+        if not probs:
+            return Draft(tokens, logits, logits, self._own(tokens, widths))
         joined = torch.cat(probs, 1) if len(probs) > 1 else probs[0]
         raw = joined if probs[0] is raws[0] else torch.cat(raws, 1)
         return Draft(tokens, joined, raw, self._own(tokens, widths))

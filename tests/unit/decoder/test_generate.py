@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from decoder import generate
 from decoder.batch import Batch
 from decoder.demo.pair import load_pair
 from decoder.drafters import Draft, ModelDrafter, NgramDrafter
@@ -18,6 +19,7 @@ from decoder.drafters.model import ModelRowDrafts
 from decoder.generate import Completion, Engine, Knobs, Request, RoundTrace, Rows, SamplingParams
 from decoder.row import ACCEPT, Row
 from decoder.sampling import draw
+from decoder.verify import verify
 from policies.errors import ModelError
 from policies.rules import Scalars, accept_prob, get_rule
 from storage.records import ACCEPTED, EXAMINED, PINNED, TOUCH, TokenBlock
@@ -46,6 +48,37 @@ def test_block_length_zero_is_plain_sampling_from_the_request_seed() -> None:
     assert done.token_ids == text[len(prompt) :]
     assert done.target_passes == 12 == len(rounds) and done.drafted == 0
     assert all(t.width == 0 and t.emitted == 1 and t.theta.shape == (0,) for t in rounds)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_greedy_rounds_that_nobody_watches_take_a_short_cut_to_the_same_text(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The greatest logit decides there: rows of a batch with bias, minimum and widths of their own."""
+    verified = []
+    monkeypatch.setattr(generate, "verify", lambda *args: verified.append(1) or verify(*args))
+    asked = [
+        {"logit_bias": {5: 3.0, 9: -math.inf}, "max_tokens": 14},
+        {"min_tokens": 20, "max_tokens": 22},
+        {"max_tokens": 9},
+        {"max_tokens": 24},
+    ]
+    found: dict[bool, Any] = {}
+    for watched in (True, False):
+        batch = Batch(engine(drafter), 4)
+        for i, params in enumerate(asked):
+            request = Request(str(i), prompts(4)[i], SamplingParams(temperature=0.0, **params))
+            batch.add(request, lambda g=2 * i: Knobs.lossless(g), Rounds() if watched else None)
+        done = []
+        while batch.rows:
+            done += batch.step()
+        found[watched] = sorted(
+            (c.request.request_id, c.token_ids, c.drafted, c.examined, c.accepted, c.target_passes, c.finish_reason)
+            for c in done
+        )
+        assert bool(verified) == watched
+        verified.clear()
+    assert found[True] == found[False]
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:

@@ -262,6 +262,13 @@ def test_every_question_is_answered_from_an_index(history: History, name: str) -
     assert whole_or_sorted(history, plan) == [], plan
 
 
+def test_changes_are_found_without_reading_decisions_whole(history: History) -> None:
+    """From the index alone, since a decision is some kilobytes; only those where something changed are read."""
+    plan = plans(history, lambda: history.decision_changes("chat", "default", at(0)))
+    wanted = "USING COVERING INDEX" if history.database.sqlite else "Index Only Scan using"
+    assert f"{wanted} ix_decisions_pool_traffic_class_time" in plan, plan
+
+
 def test_a_question_without_an_index_would_be_noticed(history: History) -> None:
     """The negative control of the test above."""
     with history.transaction() as connection:

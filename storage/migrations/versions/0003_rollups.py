@@ -49,6 +49,9 @@ def upgrade() -> None:
     op.add_column("decisions", _flag("thinned"))
     op.add_column("points", _flag("rolled"))
     _open("ix_decisions_unthinned", "decisions", "thinned")
+    op.drop_index("ix_decisions_pool_traffic_class_time", "decisions")
+    columns = ["pool", "traffic_class", "time", "id", "state", "reason"]
+    op.create_index("ix_decisions_" + "_".join(columns), "decisions", columns)
     _open("ix_points_unrolled", "points", "rolled")
     op.create_table(
         "point_rollups",
@@ -119,6 +122,9 @@ def downgrade() -> None:
         op.drop_table(table)
     op.drop_index("ix_points_unrolled", "points")
     op.drop_index("ix_decisions_unthinned", "decisions")
+    columns = ["pool", "traffic_class", "time", "id", "state", "reason"]
+    op.drop_index("ix_decisions_" + "_".join(columns), "decisions")
+    op.create_index("ix_decisions_pool_traffic_class_time", "decisions", columns[:3])
     op.drop_index("ix_requests_request_id", "requests")
     with op.batch_alter_table("points") as batch:
         batch.drop_column("rolled")

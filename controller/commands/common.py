@@ -35,4 +35,3 @@ class errors:
 def print_json(value: Any) -> None:
     """``value`` as one line of JSON on standard output."""
     sys.stdout.write(json.dumps(value, default=str) + "\n")
-

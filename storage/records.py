@@ -114,17 +114,21 @@ class TokenBlock:
             if len(set(sizes.values())) > 1:
                 raise SampleError(f"block: columns differ in length: {sizes}")
         _check_unit("rho", np.asarray(values["rho"]))
-        for name in POSITION_PROBABILITIES:
-            _check_unit(name, columns[name])
-        for name in ("round_draft_s", "round_verify_s", "round_overhead_s"):
-            if not np.all(np.isfinite(columns[name])) or np.any(columns[name] < 0) or np.any(columns[name] > 3600):
-                raise SampleError(f"block: {name} must be seconds in [0, 3600]")
+        # One look at all of them; the columns one by one only to name the bad one.
+        if not _in_range(entry, POSITION_PROBABILITIES, 1 + 1e-6):
+            for name in POSITION_PROBABILITIES:
+                _check_unit(name, columns[name])
+        if not _in_range(entry, ROUND_SECONDS, 3600):
+            for name in ROUND_SECONDS:
+                if not _in_range(entry, (name,), 3600):
+                    raise SampleError(f"block: {name} must be seconds in [0, 3600]")
         rounds = columns["round_rows"].size
         if columns["round"].size and (int(columns["round"].max()) >= rounds or int(columns["position"].min()) < 1):
             raise SampleError("block: a drafted position names a round that is not in the block, or position 0")
         return cls(**(values | columns))
 
 
+ROUND_SECONDS = ("round_draft_s", "round_verify_s", "round_overhead_s")
 POSITION_PROBABILITIES = (
     "target_prob",
     "draft_prob",
@@ -484,6 +488,12 @@ def _column(entry: Mapping[bytes, bytes], name: str, dtype: str) -> npt.NDArray[
     if len(raw) % size or len(raw) // size > _MAX_ROWS:
         raise SampleError(f"block: column {name} has {len(raw)} bytes, not a small multiple of {size}")
     return np.frombuffer(raw, dtype=dtype)
+
+
+def _in_range(entry: Mapping[bytes, bytes], names: tuple[str, ...], most: float) -> bool:
+    """Whether all numbers in these columns of singles are in [0, ``most``]; they are numbers then."""
+    values = np.frombuffer(b"".join([entry[name.encode()] for name in names]), dtype="<f4")
+    return values.size == 0 or bool(values.min() >= 0 and values.max() <= most)
 
 
 def _check_unit(name: str, values: npt.NDArray[Any]) -> None:

@@ -12,7 +12,6 @@ from controller.burn import Burn
 
 if TYPE_CHECKING:
     from controller.bounds import Sequence
-    from policies.model import ClassPolicy
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,10 @@ class AlertState:
 class Allowance:
     """What leniency may do until the next decision, and why. Losses are in loss units: one is one request lost.
 
-    ``tau_allowed`` and ``tau_seen`` are touches per request, ``d_allowed`` touches per emitted token, ``u_kappa`` the
-    bound on loss per touch used for planning, in (0, 1]. ``remaining`` is a share of ``budget`` and may be negative.
+    ``tau_allowed`` and ``tau_seen`` are touches per request, ``d_allowed`` touches per emitted token. ``u_kappa`` is
+    the bound on loss per touch, ``per_touch`` the loss per touch that is planned with, both in (0, 1]. ``remaining`` is
+    a share of ``budget`` and may be negative. ``burn_lower`` is the lower bound on loss per touch by long window.
+    ``held_until`` is when the cooldown ends, in the clock of `now`; None where no cooldown runs.
     """
 
     state: str
@@ -54,6 +55,9 @@ class Allowance:
     requests_in_window: int
     evidence_epoch: int
     counts: dict[str, int] = field(default_factory=dict)
+    per_touch: float = 1.0
+    burn_lower: dict[str, float] = field(default_factory=dict)
+    held_until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,13 @@ class Reading:
     """Everything that a decision rests on, at one time; the fields are those of `Allowance`, and
 
     ``allowed`` is the loss rate per request that may be planned, ``unproven`` the touches above `tau_seen` whose labels
-    have not come, ``measured`` whether labelled forks carry a bound, and the stale flags say what has stopped coming.
+    have not come, ``measured`` whether labelled forks carry a bound, ``alarmed`` whether a rise of loss was detected
+    lately, and the stale flags say what has stopped coming.
     """
 
     upper: float
+    per_touch: float
+    alarmed: bool
     tau_seen: float
     labelled: int
     measured: bool
@@ -86,20 +93,20 @@ def headroom(remaining: float, start: float, stop: float) -> float:
     return (remaining - stop) / (start - stop)
 
 
-def affordable_step(policy: ClassPolicy, r: Reading, most: float, step_labels: int, waiting: float) -> float:
-    """The largest rise above `tau_seen`, at most ``most``, that the budget bears if every extra touch is harmful.
+def affordable_step(afford: float, fork: float, r: Reading, most: float, step_labels: int, waiting: float) -> float:
+    """The largest rise above `tau_seen`, up to ``most``, that ``afford`` loss units bear if every extra touch harms.
 
-    Exposure lasts until ``step_labels`` forks of the new level are labelled, drawn at random (one deviation of bad luck
-    is allowed for), and ``waiting`` more requests pass while their labels are under way. 0 if none is affordable.
+    Exposure lasts until ``step_labels`` forks of the new level are labelled, drawn at random with probability ``fork``
+    (one deviation of bad luck is allowed for), and ``waiting`` more requests pass while their labels are under way.
+    0 if none is affordable.
     """
-    afford = min(policy.max_step_up, max(0.0, r.remaining - policy.stop)) * r.budget
-    if most <= 0 or afford <= 0 or policy.fork_cold <= 0:
+    if most <= 0 or afford <= 0 or fork <= 0:
         return 0.0
     labels = step_labels + math.sqrt(step_labels)
 
     def excess(step: float) -> float:
         touched = -math.expm1(-(r.tau_seen + step))
-        return step * (labels / (policy.fork_cold * touched) + waiting) - afford
+        return step * (labels / (fork * touched) + waiting) - afford
 
     if excess(most) <= 0:
         return most
@@ -122,7 +129,7 @@ def explain(reason: str, tau: float, r: Reading, step_labels: int) -> str:
     """One plain sentence with the numbers behind ``reason``."""
     fit = f"so {tau:.3g} touches per request fit the plan"
     if r.measured:
-        known = f"{r.labelled} paired answers bound the loss per touch at {r.upper:.3g}"
+        known = f"{r.labelled} paired answers put the loss per touch at {r.per_touch:.3g}, at most {r.upper:.3g}"
     elif r.labelled:
         known = f"only {r.labelled} of {step_labels} paired answers have come, so every touch counts as a loss"
     else:
@@ -131,6 +138,7 @@ def explain(reason: str, tau: float, r: Reading, step_labels: int) -> str:
         "steady": f"Leniency is measured: {known}, {fit}.",
         "certified": f"Leniency is certified: {known}, {fit}.",
         "few_labels": f"Leniency is certified: {known}, {fit}.",
+        "quality_alarm": f"Leniency is cut to {tau:.3g} touches per request: forked answers have begun to lose more.",
         "step_up": f"Leniency widens step by step: {known}, and {tau:.3g} touches per request are affordable next.",
         "waiting_for_labels": f"Leniency waits at {tau:.3g} touches per request for new paired answers: {known}.",
         "unproven": f"Leniency is back at {tau:.3g} touches per request: {r.unproven:.1f} touches above "

@@ -8,48 +8,80 @@ times at once, ``mean of the m_i <= mean of the z_i + s / n`` where ``s`` solves
 
     sum_k w_k exp(l_k s - psi(l_k) V) = 1 / significance.
 
-The upper bound clips its guesses to [0, 1] and the lower one to [-1, 0], so that neither needs rescaling. What is
-covered is the *running mean* of conditional means, so the bounds stay valid while a controller changes the knobs.
-Never intersect them over time: the minimum of past upper bounds is no bound on a mean that has risen since.
+Where ``z_i - z^_i <= c`` only, ``psi(l c) / c^2`` takes the place of ``psi(l)`` and ``l c < 1``. The upper bound clips
+its guesses to [0, 1] and the lower one to [-1, 0], so that neither needs rescaling. A lower bound on a large mean is
+loose that way; a second one with guesses in [0, 1] and c = 2 runs beside it, each at half the significance.
+
+What is covered is the *running mean* of conditional means, so the bounds stay valid while a controller changes the
+knobs. Never intersect them over time: the minimum of past upper bounds is no bound on a mean that has risen since.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
+import numpy.typing as npt
+
+F = npt.NDArray[np.float64]
 
 # The grid is geometric and its weights fall like 1/k: losses per touch are tiny, so large l matter most.
 LAMBDAS = 0.95 * 0.8 ** np.arange(24)
 WEIGHTS = (1.0 / np.arange(1, 25)) / (1.0 / np.arange(1, 25)).sum()
 PRIOR_WEIGHT = 1.0  # observations that the guess's pull towards 0 is worth
 
-_PSI = -np.log1p(-LAMBDAS) - LAMBDAS
+# A tuned mixture puts this much weight near one l, the rest on the grid.
+AIMED_WEIGHT = 0.6
+AIM_SPREAD = np.array([0.8, 1.0, 1.25])
+
 _LOG_WEIGHTS = np.log(WEIGHTS)
 
 
-def mixture_radius(variance: float, significance: float) -> float:
-    """The ``s`` that solves ``sum_k w_k exp(l_k s - psi(l_k) V) = 1 / significance`` for ``variance = V >= 0``.
+@lru_cache(maxsize=4096)
+def mixture_radius(variance: float, significance: float, scale: float = 1.0, aim: float | None = None) -> float:
+    """The ``s`` that solves ``sum_k w_k exp(l_k s - psi(l_k c) V / c^2) = 1 / significance``.
 
-    ``significance`` is in (0, 1). Returns ``s > 0``; it is about ``ln(1/significance)`` at ``V = 0`` and grows like
-    ``sqrt(2 V ln(1/significance))``. Raises ValueError outside those ranges.
+    ``variance`` is V >= 0, ``significance`` in (0, 1), ``scale`` is c > 0; terms with ``l_k c >= 1`` are left out. With
+    ``aim`` > 0, most of the weight lies near that l (`AIM_SPREAD`). Returns ``s > 0``, about ``c ln(1/significance)``
+    at V = 0, growing like ``sqrt(2 V ln(1/significance))``. Raises ValueError outside those ranges.
     """
     if not (variance >= 0 and math.isfinite(variance)) or not 0 < significance < 1:
         raise ValueError(f"variance {variance!r} must be >= 0 and significance {significance!r} in (0, 1)")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale {scale!r} must be positive")
+    lambdas, log_weights = _mixture(scale, aim)
     target = math.log(1 / significance)
-    shift = _PSI * variance
-    # One term alone reaches the target at high; at low even the largest term, with all the weight, does not exceed it.
-    low = float(np.min((target + shift) / LAMBDAS))
-    high = float(np.min((target - _LOG_WEIGHTS + shift) / LAMBDAS))
-
-    def excess(s: float) -> float:
-        exponents = _LOG_WEIGHTS + LAMBDAS * s - shift
+    steps = lambdas * scale
+    shift = (-np.log1p(-steps) - steps) * (variance / scale**2) - log_weights
+    # One term alone reaches the target at s; Newton's steps on a convex function fall from there to the root.
+    s = float(np.min((target + shift) / lambdas))
+    for _ in range(100):
+        exponents = lambdas * s - shift
         largest = exponents.max()
-        return float(largest + math.log(np.exp(exponents - largest).sum()) - target)
+        terms = np.exp(exponents - largest)
+        total = float(terms.sum())
+        step = (float(largest) + math.log(total) - target) * total / float(terms @ lambdas)
+        s -= step
+        if step <= 1e-12 * s:
+            break
+    return s
 
-    return float(brentq(excess, low * (1 - 1e-9), high * (1 + 1e-9), xtol=1e-9, rtol=1e-12))
+
+@lru_cache(maxsize=256)
+def _mixture(scale: float, aim: float | None) -> tuple[F, F]:
+    """The l of a mixture that are below ``1 / scale``, and the logarithms of their weights."""
+    lambdas, log_weights = LAMBDAS, _LOG_WEIGHTS
+    if aim is not None:
+        aimed = np.full(len(AIM_SPREAD), math.log(AIMED_WEIGHT / len(AIM_SPREAD)))
+        lambdas = np.concatenate((aim * AIM_SPREAD, LAMBDAS))
+        log_weights = np.concatenate((aimed, _LOG_WEIGHTS + math.log1p(-AIMED_WEIGHT)))
+    keep = lambdas * scale < 1 - 1e-9
+    if not keep.any():  # beyond what the grid was made for: one small l
+        return np.array([0.5 / scale]), np.array([0.0])
+    return np.asarray(lambdas[keep], dtype=np.float64), np.asarray(log_weights[keep], dtype=np.float64)
 
 
 class EmpiricalBernstein:
@@ -57,21 +89,25 @@ class EmpiricalBernstein:
 
     __slots__ = ("n", "total", "variance_lower", "variance_upper")
 
-    def __init__(self) -> None:
-        self.n = 0
-        self.total = 0.0
-        self.variance_upper = 0.0
-        self.variance_lower = 0.0
+    def __init__(
+        self, n: int = 0, total: float = 0.0, variance_upper: float = 0.0, variance_lower: float = 0.0
+    ) -> None:
+        self.n, self.total = n, total
+        self.variance_upper, self.variance_lower = variance_upper, variance_lower
 
     def update(self, z: float) -> None:
         """Add one observation in [-1, 1]; raises ValueError otherwise (also for NaN)."""
         if not -1 <= z <= 1:
             raise ValueError(f"an observation must lie in [-1, 1], not {z!r}")
-        guess = self.total / (self.n + PRIOR_WEIGHT)  # of the past only
-        self.variance_upper += (z - max(guess, 0.0)) ** 2
-        self.variance_lower += (z - min(guess, 0.0)) ** 2
-        self.total += z
-        self.n += 1
+        self.add(1, z, z * z, self.total / (self.n + PRIOR_WEIGHT))  # the guess is of the past only
+
+    def add(self, n: int, total: float, squares: float, guess: float) -> None:
+        """Add ``n`` observations at once, all guessed alike from what came before: their sum and sum of squares."""
+        above, below = max(guess, 0.0), min(guess, 0.0)
+        self.variance_upper += max(0.0, squares - 2 * above * total + n * above * above)
+        self.variance_lower += max(0.0, squares - 2 * below * total + n * below * below)
+        self.total += total
+        self.n += n
 
     @property
     def mean(self) -> float:
@@ -85,10 +121,14 @@ class EmpiricalBernstein:
         return min(1.0, self.mean + mixture_radius(self.variance_upper, significance) / self.n)
 
     def lower(self, significance: float) -> float:
-        """The lower bound, in [-1, 1]; -1 before the first observation."""
+        """The lower bound, in [-1, 1]; -1 before the first observation. The better of two at half the significance."""
         if not self.n:
             return -1.0
-        return max(-1.0, self.mean - mixture_radius(self.variance_lower, significance) / self.n)
+        radius = min(
+            mixture_radius(self.variance_lower, significance / 2),
+            mixture_radius(self.variance_upper, significance / 2, 2.0),
+        )
+        return max(-1.0, self.mean - radius / self.n)
 
     def to_state(self) -> list[float]:
         """The numbers that continue this sequence exactly."""
@@ -110,13 +150,13 @@ class Sequence:
     forks. It never exceeds 1, since a touched request has at least one touch and loses at most 1.
     """
 
-    __slots__ = ("_cache", "began", "bound", "touches")
+    __slots__ = ("began", "bound", "squares", "touches")
 
     def __init__(self, began: float):
         self.began = began
         self.bound = EmpiricalBernstein()
         self.touches = 0
-        self._cache: dict[tuple[str, float], float] = {}
+        self.squares = 0.0  # sum of the squared differences
 
     @property
     def n(self) -> int:
@@ -129,7 +169,22 @@ class Sequence:
             raise ValueError(f"a fork has at least one touch, not {touches!r}")
         self.bound.update(z)
         self.touches += touches
-        self._cache.clear()
+        self.squares += z * z
+
+    def add(self, n: int, total: float, squares: float, touches: int) -> None:
+        """Add ``n`` forks at once: the sums of differences, of their squares, and of touches."""
+        self.bound.add(n, total, squares, self.bound.total / (self.n + PRIOR_WEIGHT))
+        self.touches += touches
+        self.squares += squares
+
+    def include(self, other: Sequence) -> None:
+        """Add what another sequence has seen; it has to follow on this one."""
+        self.bound.n += other.bound.n
+        self.bound.total += other.bound.total
+        self.bound.variance_upper += other.bound.variance_upper
+        self.bound.variance_lower += other.bound.variance_lower
+        self.touches += other.touches
+        self.squares += other.squares
 
     @property
     def mean_per_touch(self) -> float:
@@ -140,39 +195,34 @@ class Sequence:
         """Upper bound on loss per touch in [0, 1]; 1 before the first fork."""
         if not self.touches:
             return 1.0
-        return max(0.0, min(1.0, self._read("upper", significance) * self.n / self.touches))
+        return max(0.0, min(1.0, self.bound.upper(significance) * self.n / self.touches))
 
     def lower_per_touch(self, significance: float) -> float:
         """Lower bound on loss per touch in [-1, 1]; -1 before the first fork."""
         if not self.touches:
             return -1.0
-        return self._read("lower", significance) * self.n / self.touches
-
-    def _read(self, side: str, significance: float) -> float:
-        key = (side, significance)
-        if key not in self._cache:
-            bound = self.bound.upper if side == "upper" else self.bound.lower
-            self._cache[key] = bound(significance)
-        return self._cache[key]
+        return self.bound.lower(significance) * self.n / self.touches
 
     def to_state(self) -> list[float]:
         """The numbers that continue this sequence exactly."""
-        return [self.began, self.touches, *self.bound.to_state()]
+        return [self.began, self.touches, self.squares, *self.bound.to_state()]
 
     @classmethod
     def from_state(cls, state: list[float]) -> Sequence:
         """The sequence that `to_state` described."""
         self = cls(float(state[0]))
-        self.touches = int(state[1])
-        self.bound = EmpiricalBernstein.from_state(state[2:])
+        self.touches, self.squares = int(state[1]), float(state[2])
+        self.bound = EmpiricalBernstein.from_state(state[3:])
         return self
 
 
 class Staggered:
     """Sequences opened every ``window_s / k``, so that one of them always spans about the last window.
 
-    A reader uses one of at most ``k + 1`` live sequences, so each is read at ``significance / (k + 1)``
-    (`split`). Times are steady seconds; ``began`` opens the first sequence.
+    All of them guess alike, from the evidence that is kept (every guess is of the past only), so their sums differ only
+    in where they begin: what is kept are the pieces between two openings, and a sequence is the sum of the pieces since
+    it was opened. At most ``k + 1`` are live; a reader that must have all of them right at once reads each at
+    ``significance / (k + 1)`` (`split`). Times are steady seconds; ``began`` opens the first sequence.
     """
 
     def __init__(self, window_s: float, k: int, began: float):
@@ -180,12 +230,22 @@ class Staggered:
             raise ValueError(f"window {window_s!r} must be positive and k {k!r} at least 1")
         self.window_s = window_s
         self.k = k
-        self.sequences = [Sequence(began)]
+        self._pieces: deque[Sequence] = deque([Sequence(began)])
 
     @property
     def slice_s(self) -> float:
         """Seconds between two openings."""
         return self.window_s / self.k
+
+    @property
+    def began(self) -> float:
+        """When the oldest live sequence was opened."""
+        return self._pieces[0].began
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Every live sequence, oldest first."""
+        return [self._since(i) for i in range(len(self._pieces))]
 
     def split(self, significance: float) -> float:
         """The error level of each sequence, so that all of them together keep ``significance``."""
@@ -197,39 +257,57 @@ class Staggered:
 
     def advance(self, now: float) -> None:
         """Open the sequences that are due and drop those that no window needs any more; time never goes back."""
-        boundary = math.floor(self.sequences[-1].began / self.slice_s) + 1
+        boundary = math.floor(self._pieces[-1].began / self.slice_s) + 1
         boundary = max(boundary, math.floor((now - self.window_s) / self.slice_s))  # a long gap opens only what is read
         while boundary * self.slice_s <= now:
-            self.sequences.append(Sequence(boundary * self.slice_s))
+            self._pieces.append(Sequence(boundary * self.slice_s))
             boundary += 1
         start = self.window_start(now)
-        while len(self.sequences) > 1 and self.sequences[1].began <= start:
-            del self.sequences[0]
+        while len(self._pieces) > 1 and self._pieces[1].began <= start:
+            self._pieces.popleft()
 
     def update(self, z: float, touches: int, time: float) -> None:
         """Add a fork that was touched at ``time`` to every sequence that had begun by then."""
-        for sequence in self.sequences:
-            if sequence.began <= time:
-                sequence.update(z, touches)
+        if not -1 <= z <= 1 or touches < 1:
+            raise ValueError(f"a fork has a difference in [-1, 1] and touches, not {z!r} and {touches!r}")
+        self.add(1, z, z * z, touches, time)
+
+    def add(self, n: int, total: float, squares: float, touches: int, time: float) -> None:
+        """Add ``n`` forks that were touched at ``time``: the sums of differences, of their squares, and of touches."""
+        guess = sum(p.bound.total for p in self._pieces) / (sum(p.n for p in self._pieces) + PRIOR_WEIGHT)
+        for piece in reversed(self._pieces):
+            if piece.began <= time:
+                piece.bound.add(n, total, squares, guess)
+                piece.touches += touches
+                piece.squares += squares
+                return
 
     def planning(self, now: float) -> Sequence:
         """The youngest sequence that began at or before the window's start; the oldest before a window has passed."""
         start = self.window_start(now)
-        began = [s for s in self.sequences if s.began <= start]
-        return began[-1] if began else self.sequences[0]
+        return self._since(max((i for i, p in enumerate(self._pieces) if p.began <= start), default=0))
 
     def recent(self, now: float) -> Sequence | None:
         """The youngest sequence that is at least one slice old, if it is younger than `planning`."""
-        old_enough = [s for s in self.sequences if s.began <= now - self.slice_s]
-        return old_enough[-1] if old_enough and old_enough[-1] is not self.planning(now) else None
+        old = [i for i, p in enumerate(self._pieces) if p.began <= now - self.slice_s]
+        start = self.window_start(now)
+        planning = max((i for i, p in enumerate(self._pieces) if p.began <= start), default=0)
+        return self._since(old[-1]) if old and old[-1] != planning else None
+
+    def _since(self, first: int) -> Sequence:
+        made = Sequence(self._pieces[first].began)
+        for i, piece in enumerate(self._pieces):
+            if i >= first:
+                made.include(piece)
+        return made
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able numbers that continue exactly."""
-        return {"window_s": self.window_s, "k": self.k, "sequences": [s.to_state() for s in self.sequences]}
+        return {"window_s": self.window_s, "k": self.k, "pieces": [s.to_state() for s in self._pieces]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Staggered:
         """The staggered sequences that `to_state` described."""
         self = cls(float(state["window_s"]), int(state["k"]), 0.0)
-        self.sequences = [Sequence.from_state(s) for s in state["sequences"]]
+        self._pieces = deque(Sequence.from_state(s) for s in state["pieces"])
         return self

@@ -1,23 +1,37 @@
-"""The quality budget of a rolling window: who was served under which knobs, and what that may have cost.
+"""The quality budget of a window: who was served under which knobs, and what that may have cost.
 
-The window is cut into slices. A slice counts requests, touched requests and touches under the evidence epoch and the
-*level* of the lease that served them: its planned touches per request, on a grid of 5 % steps. Prices (loss per touch)
-are applied when the ledger is read, so a request is counted once and charged at what is known about its lease now.
-Nothing is carried from one slice to another: a slice that gained quality is worth 0.
+The window is cut into slices. For every touched request a fork is drawn with a recorded probability f, and the lossless
+outcome is served with a recorded probability h. Weighing the difference of a drawn fork by ``w = (1 - h) / f`` makes it
+an unbiased estimate of what the request's user lost, whatever f and h were at the time; a slice keeps ``sum w z`` and
+``sum w^2 z^2``. Over the slices since any opening the mixture bound of `controller.bounds` then holds, with guesses of
+zero and the largest weight as its scale, so the loss of everything served and settled since then is at most
+
+    sum over slices of max(0, sum w z)  +  the radius of sum w^2 z^2.
+
+A slice that gained quality counts as 0. All terms grow with the span, so the bound of the oldest slice is the largest:
+one reading holds every window to the budget, each by its own sequence at the full significance
+(docs/mathematics.md, section 6). Rules, levels and evidence epochs share this one account.
+
+What is not settled yet is *in flight* and charged at a price per touch, never more than 1 a request. Requests whose
+forks had (almost) no chance to be drawn are *blind*: no evidence stands for them, and each counts as lost.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from controller.bounds import mixture_radius
+from controller.evidence import Evidence
 
 LEVEL_STEP = math.log(1.05)
 LOWEST = -400  # the level of a lossless lease, about 3e-9 touches per request
 UNKNOWN = 400  # the level of a lease nobody recorded: above every measured one, so its touches are charged in full
+LEAST_ELAPSED = 1e-3  # shares of the window: over less no rate is taken,
+TRUSTED_ELAPSED = 0.1  # and over less it is not remembered as what was expected
 
 Price = Callable[[int, int], float]
 
@@ -47,13 +61,25 @@ class Cell:
 
 @dataclass
 class Slice:
-    """Counts of one slice of time that began at ``start`` (steady seconds)."""
+    """One slice of time that began at ``start`` (steady seconds).
+
+    ``touched`` are requests that a fork stands for, ``blind`` those without; ``loss`` and ``squares`` are the weighed
+    sums of settled forks, ``severity`` is ``sum w z^2`` and ``weight`` the largest weight. ``expected`` is how many
+    requests a window was expected to have while the slice was open, ``aim`` where its bound is tuned to (fixed when it
+    was opened).
+    """
 
     start: float
+    aim: float | None = None
     requests: int = 0
     tokens: int = 0
-    fork_prob_min: float = 1.0
-    fork_prob_max: float = 0.0
+    touched: int = 0
+    blind: int = 0
+    loss: float = 0.0
+    squares: float = 0.0
+    severity: float = 0.0
+    weight: float = 0.0
+    expected: float = 0.0
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
 
     def cell(self, epoch: int, level: int) -> Cell:
@@ -62,13 +88,21 @@ class Slice:
 
 
 class Ledger:
-    """Slices of a rolling window of ``window_s`` seconds; at most ``k + 1`` are kept. ``began`` starts the first."""
+    """Slices of a window of ``window_s`` seconds; at most ``k + 1`` are kept. ``began`` starts the first.
+
+    The account reaches back over the rolling window, or to `since` where that is later (a calendar window's start, a
+    reset by an operator); `aim` tunes the slices that are opened from now on.
+    """
 
     def __init__(self, window_s: float, k: int, began: float):
         if not window_s > 0 or k < 1:
             raise ValueError(f"window {window_s!r} must be positive and k {k!r} at least 1")
         self.window_s, self.k, self.began = window_s, k, began
+        self.since = -math.inf
+        self.aim: float | None = None
         self.slices: deque[Slice] = deque()
+        self.flight = InFlight()
+        self._at_first = 0  # requests that were counted at `began`
 
     @property
     def slice_s(self) -> float:
@@ -77,8 +111,6 @@ class Ledger:
 
     def set_window(self, window_s: float, now: float) -> None:
         """Change the window: slices that are still inside it stay; a longer one fills up again from what is kept."""
-        if window_s > self.window_s:
-            self.began = max(self.began, now - self.window_s)
         self.window_s = window_s
         self.advance(now)
 
@@ -87,35 +119,59 @@ class Ledger:
         start = now - self.window_s
         while self.slices and self.slices[0].start + self.slice_s <= start:
             self.slices.popleft()
+        self.flight.settle(self.slices[0].start if self.slices else start)
 
-    def add_request(
-        self, now: float, epoch: int, level: int, *, tokens: int, touches: int, fork_prob: float | None = None
+    def forgive(self, now: float) -> None:
+        """Start the account anew from ``now``: what was spent before is spent, and what is in flight with it."""
+        self.since = now
+        self.flight = InFlight()
+
+    def add_requests(
+        self,
+        now: float,
+        epoch: int,
+        level: int,
+        *,
+        tokens: int,
+        touched: int = 0,
+        touches: int = 0,
+        requests: int = 1,
+        blind: bool = False,
     ) -> None:
-        """Count a served request; ``touches`` are those its user got (0 for a holdback request).
+        """Count served requests; ``touched`` of them got ``touches`` (a holdback request got none).
 
-        ``fork_prob`` is the probability with which its fork was drawn, None for a request that was not touched.
+        ``blind``: their forks could not be drawn, so that no evidence will stand for them.
         """
         current = self._slice(now)
-        current.requests += 1
+        if now == self.began:
+            self._at_first += requests
+        current.requests += requests
         current.tokens += tokens
         cell = current.cell(epoch, level)
-        cell.requests += 1
-        cell.touched += touches > 0
+        cell.requests += requests
+        cell.touched += touched
         cell.touches += touches
-        if fork_prob is not None:
-            current.fork_prob_min = min(current.fork_prob_min, fork_prob)
-            current.fork_prob_max = max(current.fork_prob_max, fork_prob)
+        if blind:
+            current.blind += touched
+        elif touched:
+            current.touched += touched
+            self.flight.add(now, epoch, level, touched, touches)
 
-    def add_fork(self, arrived: float, epoch: int, level: int, z: float, touches: int, labelled: bool) -> None:
-        """Count a settled fork in the slice where its request was counted; one that has left the window is ignored."""
+    def add_fork(self, e: Evidence) -> None:
+        """Count settled forks in the slice where their requests were counted; ignored when that has left the window."""
         for found in reversed(self.slices):
-            if found.start <= arrived:
-                if arrived < found.start + self.slice_s:
-                    cell = found.cell(epoch, level)
-                    cell.forks += 1
-                    cell.labelled += labelled
-                    cell.fork_loss += z
-                    cell.fork_touches += touches
+            if found.start <= e.arrived:
+                if e.arrived < found.start + self.slice_s:
+                    cell = found.cell(e.epoch, e.level)
+                    cell.forks += e.n
+                    cell.labelled += e.labelled
+                    cell.fork_loss += e.total
+                    cell.fork_touches += e.touches
+                    if e.arrived >= self.since:
+                        found.loss += e.weight * e.total
+                        found.squares += e.weight**2 * e.squares
+                        found.severity += e.weight * e.squares
+                        found.weight = max(found.weight, e.weight)
                 return
 
     @property
@@ -124,52 +180,81 @@ class Ledger:
         return sum(s.requests for s in self.slices)
 
     def expected_requests(self, now: float) -> float:
-        """Requests in the window, and before a full one those still to come at the rate so far."""
-        elapsed = max(now - self.began, self.window_s * 1e-3)
-        return self.requests * max(1.0, self.window_s / elapsed)
+        """Requests in a window at the rate since the oldest slice began; while that is young, at the rate so far."""
+        if not self.slices:
+            return 0.0
+        elapsed, requests = self._elapsed(now), self.requests
+        if elapsed > 0 and self.slices[0].start <= self.began:
+            requests -= self._at_first  # they came in the time before
+        return requests * self.window_s / max(elapsed, self.window_s * LEAST_ELAPSED)
+
+    def _elapsed(self, now: float) -> float:
+        return now - max(self.began, self.slices[0].start)
+
+    def note_expected(self, now: float) -> None:
+        """Remember in the open slice what was expected while its requests were served."""
+        trusted = self.slices and self._elapsed(now) >= TRUSTED_ELAPSED * self.window_s
+        if trusted and now < self.slices[-1].start + self.slice_s:
+            self.slices[-1].expected = self.expected_requests(now)
+
+    def budget_requests(self, now: float) -> float:
+        """How many requests the budget is for: as many as were expected when the ones on the account were served.
+
+        Where traffic fades, what was served before was planned for a window of more requests; it is not called
+        overspent because fewer came. Where traffic grows, the requests that came count.
+        """
+        served = total = 0.0
+        usual = self.expected_requests(now)
+        for s in self._account():
+            served += s.requests
+            total += s.requests * (s.expected or usual)
+        return max(usual, total / served) if served else usual
 
     def rate(self, now: float) -> float:
         """Requests per second over the window so far."""
         return self.expected_requests(now) / self.window_s
 
     def mean_length(self, default: float) -> float:
-        """Tokens per request: the larger of the window's mean and that of its latest slices; few requests: default."""
-        requests = tokens = latest = 0
-        best = 0.0
+        """Tokens per request: the largest of the window's mean and those of its latest 30, 100, 300, … requests.
+
+        With fewer than 8 requests the default.
+        """
+        requests = tokens = 0
+        best, least = 0.0, 30
         for s in reversed(self.slices):
             requests, tokens = requests + s.requests, tokens + s.tokens
-            if not latest and requests >= 30:
-                latest, best = requests, tokens / requests
+            if requests >= least:
+                best = max(best, tokens / requests)
+                least = max(least * 3, requests + 1)
         return max(best, tokens / requests) if requests >= 8 and tokens else default
 
-    def spent_upper(self, price: Price) -> float:
-        """Loss units the window may have cost: per touch its ``price(epoch, level)``, per touched request at most 1."""
-        return sum(min(cell.touched, cell.touches * price(*key)) for s in self.slices for key, cell in s.cells.items())
+    def spent_upper(self, significance: float, price: Price) -> float:
+        """Loss units that the account may have cost, at most (module text): settled, in flight, and blind."""
+        account = list(self._account())
+        blind = sum(s.blind for s in account)
+        flying = self.flight.touched
+        settled = max(0, sum(s.touched for s in account) - flying)
+        bound, aims = 0.0, set()
+        for i, s in enumerate(account):
+            if s.aim not in aims:
+                aims.add(s.aim)
+                bound = max(bound, self._bound(account[i:], significance, s.aim))
+        return min(float(settled), bound) + self.flight.charge(price) + blind
 
-    def unproven(self, price: Price) -> float:
-        """Touches weighted by ``price(epoch, level)``, uncapped: what an evidence gap covers."""
-        return sum(cell.touches * price(*key) for s in self.slices for key, cell in s.cells.items())
+    def _bound(self, slices: list[Slice], significance: float, aim: float | None) -> float:
+        weight = max(s.weight for s in slices) or 1.0
+        radius = mixture_radius(sum(s.squares for s in slices), significance, weight, aim)
+        return sum(max(0.0, s.loss) for s in slices) + radius
 
-    def spent(self, fallback: float = 0.0, *, credit: bool = False) -> float:
-        """Point estimate of the loss units spent: per slice, touches served times the loss per touch its forks showed.
+    @property
+    def severity(self) -> float:
+        """``sum w z^2`` of the account: with fork probability f its sum of squares would be about ``severity / f``."""
+        return sum(s.severity for s in self._account())
 
-        A slice without settled forks takes ``fallback`` (loss per touch). Slices that gained count as 0, unless
-        ``credit`` asks for the plain sum over slices.
-        """
-        total = 0.0
-        for s in self.slices:
-            cells = s.cells.values()
-            fork_touches = sum(c.fork_touches for c in cells)
-            per_touch = sum(c.fork_loss for c in cells) / fork_touches if fork_touches else fallback
-            loss = min(sum(c.touched for c in cells), sum(c.touches for c in cells) * per_touch)
-            total += loss if credit else max(0.0, loss)
-        return max(0.0, total)
-
-    def uneven_forks(self) -> bool:
-        """True when forks were drawn with different probabilities in the window, so that pooled means are lopsided."""
-        low = min((s.fork_prob_min for s in self.slices if s.fork_prob_max > 0), default=1.0)
-        high = max((s.fork_prob_max for s in self.slices), default=0.0)
-        return high > 1.25 * low
+    def spent(self, per_touch: float) -> float:
+        """Point estimate of the loss units spent; what is in flight at ``per_touch``. No slice counts as a gain."""
+        known = sum(max(0.0, s.loss) + s.blind for s in self._account())
+        return known + self.flight.charge(lambda *_: max(0.0, per_touch))
 
     def labelled(self, epoch: int) -> int:
         """Labelled forks of one epoch in the window."""
@@ -203,10 +288,24 @@ class Ledger:
         """Evidence epochs that the window still has counts of."""
         return {epoch for s in self.slices for epoch, _ in s.cells}
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each slice, evidence epoch and level: its counts."""
+        return [
+            {"start": s.start, "evidence_epoch": epoch, "level": level} | vars(cell)
+            for s in self.slices
+            for (epoch, level), cell in s.cells.items()
+        ]
+
+    def _account(self) -> Iterable[Slice]:
+        """The slices whose cost counts: all, or those since the account was started anew."""
+        return (s for s in self.slices if s.start >= self.since)
+
     def _slice(self, now: float) -> Slice:
         start = math.floor(now / self.slice_s) * self.slice_s
+        if self.since <= now:
+            start = max(start, self.since)
         if not self.slices or self.slices[-1].start < start:
-            self.slices.append(Slice(start))
+            self.slices.append(Slice(start, self.aim))
             self.advance(now)
         return self.slices[-1]
 
@@ -215,10 +314,13 @@ class Ledger:
         return {
             "window_s": self.window_s,
             "k": self.k,
-            "began": self.began,
+            "began": [self.began, self._at_first],
+            "since": None if self.since == -math.inf else self.since,
+            "aim": self.aim,
+            "flight": self.flight.to_state(),
             "slices": [
                 {
-                    "head": [s.start, s.requests, s.tokens, s.fork_prob_min, s.fork_prob_max],
+                    "head": [v for name, v in vars(s).items() if name != "cells"],
                     "cells": [[*key, *vars(cell).values()] for key, cell in s.cells.items()],
                 }
                 for s in self.slices
@@ -228,7 +330,11 @@ class Ledger:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Ledger:
         """The ledger that `to_state` described."""
-        self = cls(state["window_s"], state["k"], state["began"])
+        self = cls(state["window_s"], state["k"], state["began"][0])
+        self._at_first = state["began"][1]
+        self.since = -math.inf if state["since"] is None else state["since"]
+        self.aim = state["aim"]
+        self.flight = InFlight.from_state(state["flight"])
         for saved in state["slices"]:
             self.slices.append(Slice(*saved["head"]))
             for epoch, level, *counts in saved["cells"]:
@@ -236,78 +342,48 @@ class Ledger:
         return self
 
 
-class LeaseBook:
-    """Which evidence epoch and level each lease belonged to; equal ones in a row are kept as one, at most ``cap``."""
+class InFlight:
+    """Touched requests that were served and whose evidence is not settled yet, by when they arrived and their lease."""
 
-    def __init__(self, cap: int = 4_096):
-        self.cap = cap
-        self._runs: list[tuple[int, int, int, int]] = []  # lease epoch, first seq, evidence epoch, level
-        self._last = (-1, -1)
+    def __init__(self) -> None:
+        self.touched = 0
+        self._buckets: deque[tuple[float, dict[tuple[int, int], list[int]]]] = deque()
 
-    def add(self, epoch: int, seq: int, evidence_epoch: int, level: int) -> None:
-        """Record a lease; leases come in order of (epoch, seq), an older one is ignored."""
-        if (epoch, seq) <= self._last:
-            return
-        self._last = (epoch, seq)
-        last = self._runs[-1] if self._runs else None
-        if last is None or (last[0], *last[2:]) != (epoch, evidence_epoch, level):
-            self._runs.append((epoch, seq, evidence_epoch, level))
-            del self._runs[: -self.cap]
+    def add(self, now: float, epoch: int, level: int, touched: int, touches: int) -> None:
+        """Count ``touched`` requests with ``touches`` that arrived now."""
+        if not self._buckets or self._buckets[-1][0] < now:
+            self._buckets.append((now, {}))
+        counts = self._buckets[-1][1].setdefault((epoch, level), [0, 0])
+        counts[0] += touched
+        counts[1] += touches
+        self.touched += touched
 
-    def find(self, epoch: int, seq: int) -> tuple[int, int] | None:
-        """(evidence epoch, level) of a lease; None if it was never recorded or is forgotten."""
-        if (epoch, seq) > self._last:
-            return None
-        i = bisect_right(self._runs, (epoch, seq), key=lambda run: run[:2]) - 1
-        return self._runs[i][2:] if i >= 0 and self._runs[i][0] == epoch else None
+    def settle(self, before: float) -> None:
+        """Everything that arrived before then has its evidence on the account."""
+        while self._buckets and self._buckets[0][0] < before:
+            self.touched -= sum(touched for touched, _ in self._buckets.popleft()[1].values())
+
+    def charge(self, price: Price) -> float:
+        """Loss units: per touch its price, at most 1 a request."""
+        return sum(
+            min(float(touched), touches * price(*key))
+            for _, cells in self._buckets
+            for key, (touched, touches) in cells.items()
+        )
+
+    def touches(self, price: Price) -> float:
+        """Touches weighted by a price, not capped: what an evidence gap covers."""
+        return sum(touches * price(*key) for _, cells in self._buckets for key, (_, touches) in cells.items())
 
     def to_state(self) -> list[Any]:
         """JSON-able state that continues exactly."""
-        return [list(self._last), [list(run) for run in self._runs]]
+        return [[at, [[*key, *counts] for key, counts in cells.items()]] for at, cells in self._buckets]
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> LeaseBook:
-        """The book that `to_state` described."""
+    def from_state(cls, state: list[Any]) -> InFlight:
+        """The counts that `to_state` described."""
         self = cls()
-        self._last = (state[0][0], state[0][1])
-        self._runs = [(a, b, c, d) for a, b, c, d in state[1]]
-        return self
-
-
-class Rates:
-    """Requests and touches of the last ``span_s`` seconds in ``buckets`` buckets, for burn rates over short windows."""
-
-    def __init__(self, span_s: float, buckets: int):
-        self.span_s, self.width_s = span_s, span_s / buckets
-        self._buckets: deque[list[float]] = deque()  # start, requests, touched, touches
-
-    def add(self, now: float, touches: int) -> None:
-        """Count a request with ``touches`` served touches."""
-        start = math.floor(now / self.width_s) * self.width_s
-        if not self._buckets or self._buckets[-1][0] < start:
-            self._buckets.append([start, 0, 0, 0])
-            while self._buckets[0][0] + self.width_s <= now - self.span_s:
-                self._buckets.popleft()
-        last = self._buckets[-1]
-        last[1] += 1
-        last[2] += touches > 0
-        last[3] += touches
-
-    def per_request(self, now: float, window_s: float) -> tuple[float, float]:
-        """Touched requests and touches, per request of the last ``window_s`` seconds; zeros without requests."""
-        requests = touched = touches = 0.0
-        for start, r, hit, t in self._buckets:
-            if start + self.width_s > now - window_s:
-                requests, touched, touches = requests + r, touched + hit, touches + t
-        return (touched / requests, touches / requests) if requests else (0.0, 0.0)
-
-    def to_state(self) -> list[Any]:
-        """JSON-able state that continues exactly."""
-        return [self.span_s, round(self.span_s / self.width_s), [list(b) for b in self._buckets]]
-
-    @classmethod
-    def from_state(cls, state: list[Any]) -> Rates:
-        """The rates that `to_state` described."""
-        self = cls(state[0], state[1])
-        self._buckets = deque(list(b) for b in state[2])
+        for at, cells in state:
+            self._buckets.append((at, {(epoch, level): [a, b] for epoch, level, a, b in cells}))
+            self.touched += sum(a for _, _, a, _ in cells)
         return self

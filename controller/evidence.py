@@ -5,12 +5,17 @@ touch: an unresolved head holds back what came after it, so that quick labels ca
 evidence look better than the traffic. A fork that never ran, or whose scores are missing `deadline_s` after the request
 arrived, leaves with the worst difference, +1. Everything is bounded: beyond the caps the oldest fork is settled at its
 worst, the oldest early score is forgotten (which its fork's deadline turns into the worst case again).
+
+A fork weighs ``(1 - holdback probability) / fork probability``: that many touched requests of its kind, served
+leniently, stand behind it (`controller.budget`). Forks that are alike and whose labels come together may be one bundle.
 """
 
 from __future__ import annotations
 
 import copy
 import heapq
+import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,20 +27,26 @@ WORST = 1.0  # the difference of a fork that has no labels: lossless perfect, le
 MAX_PENDING = 20_000
 MAX_EARLY = 4_096
 MAX_SEEN = 8_192
+LEAST_FORK = 0.01  # a fork probability below this is as good as none: no fork may stand for more than 100 requests
 _DELAY_MEMORY = 0.05  # weight of a new label in the mean delay
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One settled fork: score difference ``z`` (lossless - lenient) in [-1, 1] and the lenient branch's touches.
+    """Settled forks, ``n`` of them: the sum ``total`` of score differences z (lossless - lenient) in [-1, 1], that of
+    their ``squares``, and the lenient branches' touches.
 
-    ``labelled`` is False when ``z`` is the worst case. ``epoch`` and ``level`` say which lease served it, ``arrived``
-    when its record came (its slice of the budget), ``touched_at`` when it was touched, both on the controller's clock.
+    ``labelled`` of them were, the others took the worst case. ``weight`` is each fork's. ``epoch`` and ``level`` say
+    which lease served them, ``arrived`` when their records came (their slice of the budget), ``touched_at`` when they
+    were touched, both on the controller's clock.
     """
 
-    z: float
+    n: int
+    total: float
+    squares: float
     touches: int
-    labelled: bool
+    labelled: int
+    weight: float
     epoch: int
     level: int
     arrived: float
@@ -46,6 +57,7 @@ class Evidence:
 class _Pending:
     lenient_served: bool
     touches: int
+    weight: float
     epoch: int
     level: int
     arrived: float
@@ -53,9 +65,14 @@ class _Pending:
     fork: int | None = None  # touches of the finished fork; -1: it never ran
     scores: dict[str, tuple[str, float]] = field(default_factory=dict)  # branch -> (scorer version, score)
     resolved_at: float | None = None
+    count: int = 1
+    bundle: bool = False  # forks that are alike and whose labels come together
+    sums: tuple[float, float] | None = None  # of a bundle's differences and their squares
 
     def ready(self) -> bool:
         """Nothing more to wait for: it never ran, or both branches are scored by one scorer version."""
+        if self.bundle:
+            return self.sums is not None
         if self.fork == -1:
             return True
         known_touches = self.lenient_served or self.fork is not None
@@ -66,11 +83,25 @@ class _Pending:
         """The evidence as it stands: paired if both scores are there, the worst case if not."""
         touches = self.touches if self.lenient_served else max(self.fork or 0, self.touches)
         labelled = self.ready() and self.fork != -1
-        z = WORST
-        if labelled:
+        total = squares = self.count * WORST
+        if labelled and self.sums is not None:
+            total, squares = self.sums
+        elif labelled:
             served, fork = self.scores["served"][1], self.scores["fork"][1]
-            z = fork - served if self.lenient_served else served - fork
-        return Evidence(z, max(1, touches), labelled, self.epoch, self.level, self.arrived, self.touched_at)
+            total = fork - served if self.lenient_served else served - fork
+            squares = total * total
+        return Evidence(
+            n=self.count,
+            total=total,
+            squares=squares,
+            touches=max(self.count, touches),
+            labelled=self.count * labelled,
+            weight=self.weight,
+            epoch=self.epoch,
+            level=self.level,
+            arrived=self.arrived,
+            touched_at=self.touched_at,
+        )
 
 
 class EvidenceBuffer:
@@ -81,7 +112,8 @@ class EvidenceBuffer:
         self.label_delay_s: float | None = None  # touch to both scores, mean of labelled forks
         self.delay_s: float | None = None  # touch to evidence, mean of released forks
         self.last_label_at: float | None = None
-        self.set_aside = self.unknown = self.forced = 0  # repeated or late; forgotten early ones; settled by the cap
+        # Repeated or late; early ones that were forgotten; settled by the cap; repeated with another value.
+        self.set_aside = self.unknown = self.forced = self.conflicts = 0
         self._pending: dict[str, _Pending] = {}
         self._order: list[tuple[float, float, str]] = []  # heap: touched_at, arrived, id
         self._early: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -102,7 +134,8 @@ class EvidenceBuffer:
         early = self._early.pop(key, None)
         if not record.fork_drawn or record.arm == "untouched":
             return True
-        pending = _Pending(record.arm == "lenient", max(1, record.touches), epoch, level, now, _touched_at(record, now))
+        served, touches = record.arm == "lenient", max(1, record.touches)
+        pending = _Pending(served, touches, weight_of(record), epoch, level, now, _touched_at(record, now))
         self._pending[key] = pending
         heapq.heappush(self._order, (pending.touched_at, now, key))
         if early:
@@ -110,6 +143,21 @@ class EvidenceBuffer:
             pending.scores = early.get("scores", {})
             self._resolve(pending, now)
         return True
+
+    def add_bundle(self, key: str, count: int, touches: int, weight: float, epoch: int, level: int, now: float) -> None:
+        """``count`` forks alike, of requests that arrived now, with ``touches`` in all; `settle_bundle` ends it."""
+        pending = _Pending(True, touches, weight, epoch, level, now, now, count=count, bundle=True)
+        self._pending[key] = pending
+        heapq.heappush(self._order, (now, now, key))
+
+    def settle_bundle(self, key: str, total: float, squares: float, now: float) -> None:
+        """The labels of a bundle: sum of the differences and of their squares; too late, they are set aside."""
+        pending = self._pending.get(key)
+        if pending is None or pending.sums is not None:
+            self.set_aside += 1
+            return
+        pending.sums = (total, squares)
+        self._resolve(pending, now)
 
     def add_fork(self, record: ForkRecord, now: float) -> None:
         """Take in how a fork ended; the first report counts."""
@@ -128,8 +176,10 @@ class EvidenceBuffer:
         version = f"{score.scorer}:{score.scorer_version}"
         pending = self._pending.get(score.request_id)
         scores = self._keep_early(score.request_id).setdefault("scores", {}) if pending is None else pending.scores
-        if score.branch in scores and scores[score.branch][0] == version:
+        known = scores.get(score.branch)
+        if known is not None and known[0] == version:
             self.set_aside += 1
+            self.conflicts += known[1] != score.score
             return
         if pending is not None and pending.resolved_at is not None:
             self.set_aside += 1
@@ -155,11 +205,31 @@ class EvidenceBuffer:
                 self.label_delay_s = _mean(self.label_delay_s, pending.resolved_at - pending.touched_at)
             yield evidence
 
-    def overdue(self, now: float, after_s: float) -> int:
-        """Unresolved forks of requests that were served leniently, older than ``after_s`` since they arrived."""
-        return sum(
-            p.lenient_served and p.resolved_at is None and now - p.arrived > after_s for p in self._pending.values()
-        )
+    def overdue(self, now: float, after_s: float) -> float:
+        """Requests that unresolved forks stand for which arrived more than ``after_s`` ago."""
+        late = 0.0
+        for p in self._pending.values():  # in order of arrival
+            if now - p.arrived <= after_s:
+                break
+            late += p.weight * p.count * (p.resolved_at is None)
+        return late
+
+    def oldest(self, now: float) -> float:
+        """When the oldest fork that is not settled arrived; later than ``now`` if there is none."""
+        return min((p.arrived for p in self._pending.values()), default=math.nextafter(now, math.inf))
+
+    def missing(self, limit: int) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
+        """Up to ``limit`` requests that lack labels, oldest touch first: id, branches, time of touch, deadline.
+
+        The branches are those that exist and have no score, in an order that tells nothing about the arm.
+        """
+        waiting = [(p.touched_at, key) for key, p in self._pending.items() if p.resolved_at is None and not p.bundle]
+        for touched_at, key in heapq.nsmallest(limit, waiting):
+            p = self._pending[key]
+            branches = [b for b in ("served", "fork") if b not in p.scores and (b == "served" or p.fork is not None)]
+            if branches:
+                order = tuple(branches[:: 1 if zlib.crc32(key.encode()) & 1 else -1])
+                yield key, order, touched_at, p.arrived + self.deadline_s
 
     def _resolve(self, pending: _Pending, now: float) -> None:
         if pending.resolved_at is None and pending.ready():
@@ -183,7 +253,7 @@ class EvidenceBuffer:
             "label_delay_s": self.label_delay_s,
             "delay_s": self.delay_s,
             "last_label_at": self.last_label_at,
-            "counts": [self.set_aside, self.unknown, self.forced],
+            "counts": [self.set_aside, self.unknown, self.forced, self.conflicts],
             "pending": [[key, asdict(pending)] for key, pending in self._pending.items()],
             "early": [[key, copy.deepcopy(value)] for key, value in self._early.items()],
             "seen": list(self._seen),
@@ -195,9 +265,11 @@ class EvidenceBuffer:
         self = cls(deadline_s)
         self.label_delay_s, self.delay_s = state["label_delay_s"], state["delay_s"]
         self.last_label_at = state["last_label_at"]
-        self.set_aside, self.unknown, self.forced = state["counts"]
+        self.set_aside, self.unknown, self.forced, self.conflicts = state["counts"]
         for key, values in state["pending"]:
-            self._pending[key] = _Pending(**(values | {"scores": _scores(values["scores"])}))
+            sums = values["sums"]
+            restored = {"scores": _scores(values["scores"]), "sums": None if sums is None else (sums[0], sums[1])}
+            self._pending[key] = _Pending(**(values | restored))
         self._order = [(p.touched_at, p.arrived, key) for key, p in self._pending.items()]
         heapq.heapify(self._order)
         for key, early in state["early"]:
@@ -241,6 +313,11 @@ class ScorerWatch:
         self = cls()
         self.current, self._retired, self._last_at = state[0], list(state[1]), state[2]
         return self
+
+
+def weight_of(record: RequestRecord) -> float:
+    """How many touched requests, served leniently, the fork of this one stands for."""
+    return (1 - record.holdback_prob) / max(record.fork_prob, LEAST_FORK)
 
 
 def _mean(mean: float | None, new: float) -> float:

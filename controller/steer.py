@@ -3,58 +3,47 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 import numpy as np
 
+from controller.contest import Contest, Verdict
 from controller.costs import CostModel, buckets_of
 from controller.curve import Curve
 from controller.detect import Alarm, Watch
 from controller.estimate import CurveEstimator
 from controller.governor import Allowance, Governor
 from controller.meter import Meter
-from controller.solve import Solution, choose, frontier, gain_noise, plan_for
+from controller.replay import Fence, Inputs, Seconds, Traced, TrialInputs, lease_of, limits_of, pack, solve_for
+from controller.solve import Solution, plan_for
+from controller.view import Wanted
 from policies.errors import SolveError
 from policies.model import ClassPolicy
 from storage.records import (
     ACCEPTED,
     EXAMINED,
-    CapRow,
     Decision,
     ForkRecord,
     KnobRow,
     Lease,
+    OperatorAction,
     QualityScore,
     RequestRecord,
     TokenBlock,
 )
 
-DEFAULT_G = 4  # block length while nothing has been measured
 LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
-MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
-NOISE_FACTOR = 0.35
-FEW_FACTOR = 1.0  # the same while fewer than LEARNING_ROUNDS are known since a change
-CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
 AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
 REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
 KEPT_AFTER_CHANGE = 64.0  # rounds' weight of the past that stays where there is nothing to replay
-MOST_EXPLORED = 4.0  # where nothing is drafted, rounds with one draft are up to this many times as frequent
 COSTS_KEPT = 0.1  # share of the costs' memory that stays when costs have changed
 FIRST_PLAIN = 10  # decisions from when there is enough to solve from to the first such interval
 PLAIN_ROUNDS = 4.0  # plain rounds remembered, below which one interval is decoded plainly
 _KEPT_ARMS = 5_000
 
-
-@dataclass(frozen=True)
-class Fence:
-    """What makes a lease the newest one: the controller's epoch, the lease's number, the policy revision, its ttl."""
-
-    epoch: int
-    seq: int
-    revision: int
-    ttl: float
+__all__ = ["ClassSteer", "Fence", "kept_at_age", "sentence"]
 
 
 class ClassSteer:
@@ -67,7 +56,10 @@ class ClassSteer:
         self.estimator = CurveEstimator(self.rule, policy.g_max, half_life_rounds=half_life_rounds)
         self.governor = Governor(policy, self.rule)
         self.meter = Meter(meter_s)
+        self.contest = Contest()
+        self._rival: CurveEstimator | None = None  # of the rule on trial
         self.solution: Solution | None = None
+        self.trial_solution: Solution | None = None
         self.curve: Curve | None = None  # what the last decision solved on
         self._held: dict[int, int] = {}  # block length in use, by batch bucket
         self.allowance: Allowance | None = None
@@ -84,14 +76,16 @@ class ClassSteer:
         self._widest = 1  # the largest of them when there were any
 
     def set_policy(self, policy: ClassPolicy, now: float) -> None:
-        """Obey a new revision. A new first rule or longest block starts new estimates; a new rule also new evidence."""
-        rule_changed = policy.rules[0] != self.rule
+        """Obey a new revision. Another first rule, or the end of the one in use, leases the first; that, or another
+        longest block, starts new estimates. What is known about rules that stay on the list is kept."""
+        rule_changed = self.rule not in policy.rules or policy.rules[0] != self.policy.rules[0]
+        rule_changed = rule_changed and policy.rules[0] != self.rule
         if rule_changed or policy.g_max != self.policy.g_max:
             self.estimator = CurveEstimator(policy.rules[0], policy.g_max, half_life_rounds=self._half_life_rounds)
-            self.solution, self._learned = None, False
+            self.solution, self._learned, self._rival = None, False, None
         if rule_changed:
             self.rule = policy.rules[0]
-            self.governor.reset_evidence("rule", now, self.rule)
+            self.governor.switch(self.rule, now)
         self.governor.set_policy(policy, now)
         self.policy = policy
 
@@ -99,12 +93,16 @@ class ClassSteer:
         """Take in one telemetry block: the curve, the costs, the speed meters, and whether something changed."""
         slower = self.costs.log_ratio(block) if block.worker not in self.costs.distrusted else np.zeros(0)
         self.estimator.add(block)
+        if self._rival is not None:
+            self._rival.add(block)
         self.costs.add(block)
         self._remember(block)
         self._buckets |= buckets_of(block)
         changed = self.watch.draft(block)
         if changed is not None:
             self._start_anew(changed)
+            self._rival = None
+            self.contest.renew()
         dearer = self.watch.cost(slower)
         if dearer is not None:
             self.costs.forget(COSTS_KEPT)
@@ -176,6 +174,22 @@ class ClassSteer:
             }
         )
 
+    def act(self, action: OperatorAction, now: float) -> None:
+        """Obey an operator's order for this class: freeze, lossless, resume, or a reset or adjustment of the budget."""
+        self.governor.act(action, now)
+
+    def wanted(self, now: float, limit: int = 100) -> tuple[Wanted, ...]:
+        """Up to ``limit`` requests that are worth a label, oldest touch first; which branch is which is not told."""
+        name = self.policy.traffic_class
+        found = self.governor.missing(limit)
+        return tuple(
+            Wanted(key, name, branches, at, deadline) for key, branches, at, deadline in found if deadline > now
+        )
+
+    def slices(self) -> list[dict[str, Any]]:
+        """The account's current slices, one row for each lease level in them (`controller.budget.Ledger.rows`)."""
+        return [row | {"traffic_class": self.policy.traffic_class} for row in self.governor.slices()]
+
     def observe_fork(self, record: ForkRecord, now: float) -> None:
         """Take in the end of a fork."""
         self.governor.observe_fork(record, now)
@@ -183,7 +197,10 @@ class ClassSteer:
 
     def observe_score(self, score: QualityScore, now: float) -> None:
         """Take in one label; an untouched request's score counts for both branches, since their texts are the same."""
+        epochs = self.governor.counts.get("evidence_reset.scorer_version", 0)
         self.governor.observe_score(score, now)
+        if self.governor.counts.get("evidence_reset.scorer_version", 0) != epochs:
+            self.contest.renew()
         arm = self._arms.get(score.request_id)
         if arm is None or score.metric != self.policy.metric:
             return
@@ -194,7 +211,10 @@ class ClassSteer:
         if lossless:
             self.meter.add(now, lossless_score=score.score, lossless_labels=1.0)
         if arm != "untouched":
-            self._note(self._pair(score.request_id, -score.score if lenient else score.score))
+            changed = self._pair(score.request_id, -score.score if lenient else score.score)
+            if changed is not None:
+                self.governor.alarm(changed.before, changed.since, now)
+            self._note(changed)
         branch = arm if arm == "untouched" else "lenient" if lenient else "holdback"
         self._count({f"score_sum.{branch}.{score.metric}": score.score, f"scores.{branch}.{score.metric}": 1.0})
 
@@ -213,51 +233,36 @@ class ClassSteer:
         allowance = self.allowance = self.governor.decide(now)
         alarms, self._alarms = self._alarms, []
         self._widest = max(self._buckets, default=self._widest)
-        probe = False
+        reason, explanation = allowance.reason, allowance.explanation
+        enough = self.estimator.rounds_effective >= LEARNING_ROUNDS
+        solvable = (enough or self._learned) and self.costs.ready
+        self._learned = self._learned or solvable
+        x = self._inputs(allowance, now, fence, learnt=enough, solvable=solvable)
+        verdict = Verdict()
         try:
-            enough = self.estimator.rounds_effective >= LEARNING_ROUNDS
-            if not (enough or self._learned) or not self.costs.ready:
+            if not solvable:
                 raise SolveError("too few rounds measured")
-            self._learned = True
-            table, caps = self._solve(allowance, lenient=enough)
-            reason, explanation = allowance.reason, allowance.explanation
-            unsure = self._plain_is_due(table)
-            probe = bool(unsure)
-            if probe:
-                table = [replace(row, g=0, theta=0.0, rho=0.0) if row.batch in unsure else row for row in table]
+            if enough:
+                x, verdict = self._compete(x, allowance, now)
+            solved = solve_for(x)
+            self._held = {row.batch: row.g for row in solved.table}
+            x = replace(x, plain=tuple(sorted(self._plain_is_due(solved.table))))
+            if x.plain:
                 explanation += " One interval of plain decoding measures what drafting is compared with."
             elif not enough:
                 reason = "learning"
                 explanation = "Lossless, at the block length known so far, until enough rounds are measured again."
         except SolveError as e:
-            self.solution = None
+            x = replace(x, curve=None, trial=None)
+            solved = solve_for(x)
             self._held.clear()
-            table, caps = [KnobRow(1, min(DEFAULT_G, self.policy.g_max), 0.0, 0.0)], []
             reason, explanation = "learning", f"Lossless while acceptance and costs are being measured: {e}."
+        self.solution, self.trial_solution = solved.solution, solved.trial
+        if verdict.reason:
+            reason, explanation = verdict.reason, f"{verdict.explanation} {explanation}"
         explanation += "".join(f" {sentence(alarm)}" for alarm in alarms)
-        lenient = not probe and self.solution is not None and self.solution.theta > 0
-        lease = Lease(
-            pool=self.policy.pool,
-            traffic_class=self.policy.traffic_class,
-            epoch=fence.epoch,
-            seq=fence.seq,
-            policy_revision=fence.revision,
-            issued=now,
-            ttl=fence.ttl,
-            rule=self.rule,
-            table=tuple(table),
-            caps=tuple(caps),
-            holdback=allowance.holdback if lenient else 0.0,
-            fork=allowance.fork if lenient else 0.0,
-            label=allowance.label if lenient else 0.0,
-            explore=self._explore(table, probe),
-            strategy=self.policy.strategies[0],
-            strategies=tuple(dict.fromkeys((*self.policy.strategies, "plain"))),
-            rules=self.policy.rules,
-            structured=self.policy.structured,
-            label_deadline=self.policy.label_deadline_s,
-        )
-        self.governor.leased(fence.epoch, fence.seq, self._planned_touches(allowance) if lenient else 0.0)
+        lease = lease_of(x, solved)
+        self._record(lease, allowance)
         self.decision = Decision(
             pool=lease.pool,
             traffic_class=lease.traffic_class,
@@ -266,48 +271,91 @@ class ClassSteer:
             state=allowance.state,
             reason=reason,
             explanation=explanation,
-            inputs={
-                "policy": asdict(self.policy),
-                "d_allowed": allowance.d_allowed,
-                "draft_s": self.costs.draft_s(1).tolist(),
-                "verify_s": self.costs.verify_s(1).tolist(),
-                "overhead_s": float(self.costs.overhead_s(1)),
-            },
+            inputs={"policy": asdict(self.policy), "solve": pack(x)},
             estimates=self._estimates()
-            | {"detected": [asdict(alarm) for alarm in alarms], "probe": "plain" if probe else ""},
+            | {"detected": [asdict(alarm) for alarm in alarms], "probe": "plain" if x.plain else ""}
+            | {"contest": verdict.numbers or {}},
             bounds=asdict(allowance),
             counterfactual=self._counterfactual(),
         )
         return self.decision
 
-    def _solve(self, allowance: Allowance, *, lenient: bool) -> tuple[list[KnobRow], list[CapRow]]:
-        """Knobs per batch bucket, and per share of the loss budget. Sets `solution` to the one that touches most."""
-        curve = self.curve = self.estimator.curve()
-        d_allowed = allowance.d_allowed if lenient else 0.0
-        max_theta, g_max = self.policy.max_theta, self.policy.g_max
-        plan = plan_for(curve, d_allowed=d_allowed, max_theta=max_theta, g_max=g_max)
-        table: list[KnobRow] = []
-        solutions: list[Solution] = []
-        for rows in self.costs.seen_buckets:
-            seconds = self.costs.draft_s(rows), self.costs.verify_s(rows), float(self.costs.overhead_s(rows))
-            found = plan.pick(*seconds)
-            held = self._held.get(rows)
-            if held is not None and held != found.g:
-                current = plan.pick(*seconds, fixed_g=held)
-                factor = NOISE_FACTOR if lenient else FEW_FACTOR
-                found = choose(current, found, max(MIN_GAIN, factor * gain_noise(curve, current, found)))
-            self._held[rows] = found.g
-            solutions.append(found)
-            table.append(KnobRow(rows, found.g, found.theta, found.rho, found.depth))
-        self.solution = max(solutions, key=lambda s: s.touches_per_token_upper)
-        g = table[0].g
-        caps = []
-        for share in CAP_SHARES:
-            front = frontier(curve, d_allowed=d_allowed * share, max_theta=max_theta, g_max=g_max)
-            caps.append(CapRow(share, *front.knobs(curve, g)))
-        return table, caps
+    def _inputs(self, allowance: Allowance, now: float, fence: Fence, *, learnt: bool, solvable: bool) -> Inputs:
+        """Everything the lease rests on. Sets `curve` to the one that is solved."""
+        seconds: dict[int, Seconds] = {}
+        self.curve = None
+        if solvable:
+            self.curve = Traced.of(self.estimator.curve())
+            for rows in self.costs.seen_buckets:
+                draft, verify = self.costs.draft_s(rows), self.costs.verify_s(rows)
+                seconds[rows] = tuple(draft.tolist()), tuple(verify.tolist()), float(self.costs.overhead_s(rows))
+        frozen = self.governor.standing.order is not None and self.decision is not None
+        return Inputs(
+            now=now,
+            fence=fence,
+            pool=self.policy.pool,
+            traffic_class=self.policy.traffic_class,
+            rule=self.rule,
+            limits=limits_of(self.policy),
+            d_allowed=allowance.d_allowed,
+            holdback=allowance.holdback,
+            fork=allowance.fork,
+            label=allowance.label,
+            learnt=learnt,
+            curve=self.curve,
+            seconds=seconds,
+            held=dict(self._held),
+            widest=self._widest,
+            strategy=self.policy.strategies[0],
+            frozen=self.decision.lease.table if frozen and self.decision is not None else None,
+        )
 
-    def _plain_is_due(self, table: list[KnobRow]) -> set[int]:
+    def _compete(self, x: Inputs, allowance: Allowance, now: float) -> tuple[Inputs, Verdict]:
+        """Let another rule be tried or take over; the inputs that go with what came of it."""
+        if len(self.policy.rules) < 2:
+            return x, Verdict()
+
+        def pace(rule: str, d_allowed: float) -> float | None:
+            estimator = self.estimator if rule == self.rule else self._rival
+            if estimator is None or estimator.rounds_effective < LEARNING_ROUNDS:
+                return None
+            seconds = x.seconds[max(at for at in x.seconds if at <= max(self._widest, min(x.seconds)))]
+            curve = estimator.curve()
+            plan = plan_for(curve, d_allowed=d_allowed, max_theta=x.limits["max_theta"], g_max=x.limits["g_max"])
+            return plan.pick(*seconds).seconds_per_token
+
+        before = self.contest.trial
+        verdict = self.contest.decide(self.governor, self.policy.rules, allowance, pace, now)
+        if verdict.reason == "rule_switched" and self._rival is not None:
+            self.rule, self.estimator, self._rival = self.governor.rule, self._rival, None
+            self.allowance = allowance = self.governor.decide(now)
+            self.curve = Traced.of(self.estimator.curve())
+            return replace(
+                x, rule=self.rule, d_allowed=allowance.d_allowed, fork=allowance.fork, curve=self.curve
+            ), verdict
+        if verdict.trial is None:
+            self._rival = None
+            return x, verdict
+        if verdict.trial != before or self._rival is None:
+            self._rival = CurveEstimator(verdict.trial, self.policy.g_max, half_life_rounds=self._half_life_rounds)
+            for block in self._recent:
+                self._rival.add(block)
+        if self._rival.rounds_effective < LEARNING_ROUNDS or verdict.tau <= 0:
+            return x, verdict
+        d_allowed, curve = verdict.tau / allowance.mean_length, Traced.of(self._rival.curve())
+        return replace(x, trial=TrialInputs(verdict.share, x.strategy, verdict.trial, d_allowed, curve)), verdict
+
+    def _record(self, lease: Lease, allowance: Allowance) -> None:
+        """Tell the governor what the lease is expected to touch, and the rule on trial in it."""
+        lenient = not lease.lossless and self.solution is not None and any(row.theta for row in lease.table)
+        tau = self._planned_touches(self.solution, allowance.mean_length, allowance.tau_allowed) if lenient else 0.0
+        trial = None
+        if lease.trial is not None:
+            allowed = self.governor.track(lease.trial.rule).tau
+            trial = lease.trial.rule, self._planned_touches(self.trial_solution, allowance.mean_length, allowed)
+        self.governor.leased(lease.epoch, lease.seq, tau, trial)
+
+    def _plain_is_due(self, table: Sequence[KnobRow]) -> set[int]:
         """The batch buckets to decode plainly for one interval: of those with traffic now, the ones whose plain pass,
         which drafting is compared with, was not measured for a while. Intervals are the policy's share of exploration
         at most."""
@@ -325,24 +373,12 @@ class ClassSteer:
             self._since_plain = 0
         return due
 
-    def _explore(self, table: list[KnobRow], probe: bool) -> float:
-        """Probability that a row drafts one more. Each row tosses it and one longer block slows down all rows, so it is
-        the policy's share of rounds over the rows. Where nothing is drafted, the only rounds that would notice a draft
-        that has become good, a share of time is meant: a draft that is cheap is tried more often."""
-        rows = self._widest
-        share = self.policy.explore
-        held = next((row for row in table if rows <= row.batch), table[-1])
-        if held.g == 0 and not probe and self.costs.ready:
-            draft, verify = self.costs.draft_s(rows), self.costs.verify_s(rows)
-            plain, more = verify[0] + self.costs.overhead_s(rows), draft[1] + verify[1] - verify[0]
-            share *= min(MOST_EXPLORED, max(1.0, plain / max(float(more), 1e-9)))
-        return float(min(1.0, share) / rows)
-
-    def _planned_touches(self, allowance: Allowance) -> float:
-        """Touches per request that the lease is expected to cause, with the estimate's uncertainty added."""
-        if self.solution is None or self.solution.theta == 0:
+    @staticmethod
+    def _planned_touches(solution: Solution | None, length: float, allowed: float) -> float:
+        """Touches per request that a solution is expected to cause, with the estimate's uncertainty added."""
+        if solution is None or solution.theta == 0:
             return 0.0
-        return min(self.solution.touches_per_token_upper * allowance.mean_length, allowance.tau_allowed)
+        return min(solution.touches_per_token_upper * length, allowed)
 
     def _estimates(self) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -377,6 +413,7 @@ class ClassSteer:
         """JSON-able state from which `from_state` continues exactly."""
         return {
             "rule": self.rule,
+            "contest": self.contest.to_state(),
             "g_max": self.policy.g_max,
             "estimator": self.estimator.to_state(),
             "governor": self.governor.to_state(),
@@ -412,7 +449,12 @@ class ClassSteer:
         self.meter.restore(state["meter"])
         self.totals.update(state["totals"])
         self._arms.update(state["arms"])
+        if state["rule"] in policy.rules:
+            self.rule = state["rule"]
+            self.estimator = CurveEstimator(self.rule, policy.g_max, half_life_rounds=half_life_rounds)
         self.governor = Governor.from_state(state["governor"], policy, self.rule)
+        if "contest" in state:
+            self.contest = Contest.from_state(state["contest"])
         if (state["rule"], state["g_max"]) == (self.rule, policy.g_max):
             self.estimator = CurveEstimator.from_state(state["estimator"])
             self.estimator.forget(kept_at_age(age_s))

@@ -1,5 +1,8 @@
 """Writes bounds.json: empirical-Bernstein bounds evaluated from their defining equation in 50-digit arithmetic.
 
+Two kinds of case: bounds on the running mean of raw observations (the lower one is the better of two processes at half
+the significance), and radii with a scale and with a mixture that is tuned to one l.
+
 Independent of `controller.bounds`: decimals instead of floats, bisection instead of Brent, no factoring out of the
 largest exponent, guesses and variance recomputed from the raw observations. Run `python tests/golden/make_bounds.py`.
 """
@@ -14,6 +17,7 @@ getcontext().prec = 50
 LAMBDAS = [Decimal("0.95") * Decimal("0.8") ** k for k in range(24)]
 HARMONIC = sum(Decimal(1) / (k + 1) for k in range(24))
 WEIGHTS = [Decimal(1) / (k + 1) / HARMONIC for k in range(24)]
+AIMED, SPREAD = Decimal("0.6"), [Decimal("0.8"), Decimal(1), Decimal("1.25")]
 
 
 def observations(kind: str, n: int) -> list[Decimal]:
@@ -28,32 +32,53 @@ def observations(kind: str, n: int) -> list[Decimal]:
             out.append(Decimal(1 if u < 0.08 else -1 if u < 0.13 else 0))
         elif kind == "losses":
             out.append(Decimal(1 if u < 0.3 else 0))
+        elif kind == "heavy":
+            out.append(Decimal(1 if u < 0.9 else 0))
         else:  # eighths in [-1, 1], which floats hold exactly
             out.append(Decimal(round(u * 16) - 8) / 8)
     return out
 
 
-def bound(z: list[Decimal], significance: Decimal, side: int) -> Decimal:
-    """Upper (side 1) or lower (side -1) bound on the running mean."""
+def radius(variance: Decimal, significance: Decimal, scale: Decimal, aim: Decimal | None = None) -> Decimal:
+    """The s of the defining equation, for differences from their guesses of at most ``scale``."""
+    pairs = list(zip(LAMBDAS, WEIGHTS, strict=True))
+    if aim is not None:
+        pairs = [(aim * x, AIMED / 3) for x in SPREAD] + [(l, (1 - AIMED) * w) for l, w in pairs]
+    pairs = [(l, w) for l, w in pairs if l * scale < 1]
+
+    def wealth(s: Decimal) -> Decimal:
+        psi = [-(1 - l * scale).ln() - l * scale for l, _ in pairs]
+        return sum(
+            (w * (l * s - p * variance / scale**2).exp() for (l, w), p in zip(pairs, psi, strict=True)), Decimal(0)
+        )
+
+    low, high = Decimal(0), 10 * (variance + scale) + 100
+    while wealth(high) < 1 / significance:
+        high *= 2
+    for _ in range(120):
+        middle = (low + high) / 2
+        low, high = (middle, high) if wealth(middle) < 1 / significance else (low, middle)
+    return (low + high) / 2
+
+
+def spread(z: list[Decimal], side: int) -> Decimal:
+    """Sum of squared differences from guesses that are clipped to their side of 0."""
     variance, total = Decimal(0), Decimal(0)
     for i, x in enumerate(z):
         guess = total / (i + 1)
-        guess = max(guess, Decimal(0)) if side > 0 else min(guess, Decimal(0))
-        variance += (x - guess) ** 2
+        variance += (x - (max(guess, Decimal(0)) if side > 0 else min(guess, Decimal(0)))) ** 2
         total += x
+    return variance
 
-    def wealth(s: Decimal) -> Decimal:
-        psi = [-(1 - l).ln() - l for l in LAMBDAS]
-        return sum(
-            (w * (l * s - p * variance).exp() for w, l, p in zip(WEIGHTS, LAMBDAS, psi, strict=True)), Decimal(0)
-        )
 
-    low, high = Decimal(0), Decimal(10 * len(z) + 100)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if wealth(middle) < 1 / significance else (low, middle)
-    edge = total / len(z) + side * (low + high) / 2 / len(z)
-    return min(edge, Decimal(1)) if side > 0 else max(edge, Decimal(-1))
+def bound(z: list[Decimal], significance: Decimal, side: int) -> Decimal:
+    """Upper (side 1) or lower (side -1) bound on the running mean."""
+    mean = sum(z, Decimal(0)) / len(z)
+    if side > 0:
+        return min(Decimal(1), mean + radius(spread(z, 1), significance, Decimal(1)) / len(z))
+    clipped = radius(spread(z, -1), significance / 2, Decimal(1))
+    rescaled = radius(spread(z, 1), significance / 2, Decimal(2))
+    return max(Decimal(-1), mean - min(clipped, rescaled) / len(z))
 
 
 def main() -> None:
@@ -65,13 +90,25 @@ def main() -> None:
             "upper": float(bound(z, Decimal(significance), 1)),
             "lower": float(bound(z, Decimal(significance), -1)),
         }
-        for kind in ("zeros", "ties", "losses", "eighths")
+        for kind in ("zeros", "ties", "losses", "heavy", "eighths")
         for n in (1, 30, 400)
         for z in [observations(kind, n)]
         for significance in ("0.05", "0.004")
     ]
+    radii = [
+        {
+            "variance": float(variance),
+            "significance": 0.05,
+            "scale": float(scale),
+            "aim": None if aim is None else float(aim),
+            "radius": float(radius(Decimal(variance), Decimal("0.05"), Decimal(scale), aim)),
+        }
+        for variance in ("0", "12.5", "640")
+        for scale, aim in (("1", None), ("2", None), ("18", None), ("1", Decimal("0.25")), ("4.5", Decimal("0.03125")))
+    ]
     provenance = "tests/golden/make_bounds.py: the defining equation, 50-digit decimals, bisection"
-    Path(__file__).with_name("bounds.json").write_text(json.dumps({"provenance": provenance, "cases": cases}) + "\n")
+    document = {"provenance": provenance, "cases": cases, "radii": radii}
+    Path(__file__).with_name("bounds.json").write_text(json.dumps(document) + "\n")
 
 
 if __name__ == "__main__":

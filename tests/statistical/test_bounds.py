@@ -58,27 +58,34 @@ def steered(rng: np.random.Generator) -> tuple[Array, Array]:
 CASES: list[Callable[[np.random.Generator], tuple[Array, Array]]] = [iid, drifting, tiny, halves, steered]
 
 
-def solve(variance: Array) -> Array:
+def solve(variance: Array, significance: float = SIGNIFICANCE, scale: float = 1.0) -> Array:
     """`mixture_radius` over an array of variances, by bisection: fast enough for 2,000 runs, and independent of it."""
-    psi = -np.log1p(-LAMBDAS) - LAMBDAS
-    shift, target = psi * variance[..., None], np.log(1 / SIGNIFICANCE)
-    low = ((target + shift) / LAMBDAS).min(-1)
-    high = ((target - np.log(WEIGHTS) + shift) / LAMBDAS).min(-1)
+    keep = LAMBDAS * scale < 1
+    lambdas, weights = LAMBDAS[keep], WEIGHTS[keep]
+    psi = (-np.log1p(-lambdas * scale) - lambdas * scale) / scale**2
+    found, back = np.unique(variance, return_inverse=True)
+    shift, target = psi * found[:, None], np.log(1 / significance)
+    low = ((target + shift) / lambdas).min(-1)
+    high = ((target - np.log(weights) + shift) / lambdas).min(-1)
     for _ in range(40):
         middle = (low + high) / 2
-        under = (WEIGHTS * np.exp(LAMBDAS * middle[..., None] - shift)).sum(-1) < 1 / SIGNIFICANCE
+        under = (weights * np.exp(lambdas * middle[:, None] - shift)).sum(-1) < 1 / significance
         low, high = np.where(under, middle, low), np.where(under, high, middle)
-    return high
+    return high[back].reshape(variance.shape)
 
 
-def bounds(z: Array) -> tuple[Array, Array]:
+def bounds(z: Array, sides: str = "both") -> tuple[Array, Array]:
     """Upper and lower bounds of every run at every one of TIMES, shapes [RUNS, len(TIMES)]."""
     total = z.cumsum(1)
     past = np.concatenate([np.zeros((len(z), 1)), total[:, :-1]], 1) / (np.arange(z.shape[1]) + PRIOR_WEIGHT)
     upper_v = ((z - past.clip(0, None)) ** 2).cumsum(1)[:, TIMES - 1]
-    lower_v = ((z - past.clip(None, 0)) ** 2).cumsum(1)[:, TIMES - 1]
     mean = total[:, TIMES - 1] / TIMES
-    return (mean + solve(upper_v) / TIMES).clip(None, 1), (mean - solve(lower_v) / TIMES).clip(-1, None)
+    upper = (mean + solve(upper_v) / TIMES).clip(None, 1)
+    if sides == "upper":
+        return upper, upper
+    lower_v = ((z - past.clip(None, 0)) ** 2).cumsum(1)[:, TIMES - 1]
+    radius = np.minimum(solve(lower_v, SIGNIFICANCE / 2), solve(upper_v, SIGNIFICANCE / 2, 2.0))
+    return upper, (mean - radius / TIMES).clip(-1, None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
@@ -97,7 +104,7 @@ def test_intersecting_over_time_is_falsely_safe() -> None:
     """Negative control: the minimum of past upper bounds misses a mean that rose midway in nearly every run."""
     z, means = drifting(np.random.default_rng(20))
     truth = (means.cumsum(1) / np.arange(1, N + 1))[:, TIMES - 1]
-    intersected = np.minimum.accumulate(bounds(z)[0], 1)
+    intersected = np.minimum.accumulate(bounds(z, "upper")[0], 1)
     assert (truth > intersected + 1e-9).any(1).sum() > 10 * ALLOWED
 
 
@@ -106,7 +113,7 @@ def test_a_bound_without_its_margin_fails_the_same_test() -> None:
     z, means = iid(np.random.default_rng(20))
     truth = (means.cumsum(1) / np.arange(1, N + 1))[:, TIMES - 1]
     mean = z.cumsum(1)[:, TIMES - 1] / TIMES
-    assert (truth > mean + 0.4 * (bounds(z)[0] - mean)).any(1).sum() > ALLOWED
+    assert (truth > mean + 0.4 * (bounds(z, "upper")[0] - mean)).any(1).sum() > ALLOWED
 
 
 def test_the_arrays_here_are_the_bounds_that_ship() -> None:

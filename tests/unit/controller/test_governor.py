@@ -104,7 +104,7 @@ def score(key: str, branch: str, value: float, version: str = "1", metric: str =
 
 def released(buffer: evidence.EvidenceBuffer, now: float) -> list[float]:
     """Differences that leave the buffer now."""
-    return [e.z for e in buffer.release(now)]
+    return [e.total for e in buffer.release(now)]
 
 
 # Evidence.
@@ -130,7 +130,8 @@ def test_both_arms_give_lossless_minus_lenient() -> None:
         buffer.add_score(score(key, "served", 0.25), 1.0)
         buffer.add_score(score(key, "fork", 1.0), 1.0)
     settled = list(buffer.release(1.0))
-    assert [e.z for e in settled] == [0.75, -0.75]
+    assert [e.total for e in settled] == [0.75, -0.75]
+    assert [e.weight for e in settled] == [0.9, 0.9]
     assert [e.touches for e in settled] == [1, 7], "the lenient branch's touches, wherever it ran"
 
 
@@ -140,7 +141,7 @@ def test_a_fork_that_never_ran_is_the_worst_case() -> None:
     buffer.add_request(record("a", 3, "lenient", True, 1), 0, 0, 1.0)
     buffer.add_fork(done("a", ran=False), 1.0)
     (settled,) = buffer.release(1.0)
-    assert (settled.z, settled.touches, settled.labelled) == (1.0, 3, False)
+    assert (settled.total, settled.touches, settled.labelled) == (1.0, 3, 0)
 
 
 def test_scores_may_come_before_their_request_and_twice() -> None:

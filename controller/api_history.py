@@ -15,9 +15,11 @@ from controller.api_json import Series, columns, plain
 Until = Annotated[float | None, Query(alias="to", ge=0, le=1e11, allow_inf_nan=False, description="Unix seconds")]
 Step = Annotated[float | None, Query(ge=1, le=366 * 86_400, allow_inf_nan=False, description="seconds; gives means")]
 Changes = Annotated[bool, Query(description="only where state or reason changed; the last day's without `since`")]
+Brief = Annotated[bool, Query(description="without the inputs, estimates and bounds that led to them")]
 Rows = list[dict[str, Any]]
 ALL_ROWS = 10_000
 DAY_S = 86_400.0
+DETAIL = ("inputs", "estimates", "bounds", "counterfactual")
 
 
 def router(context: Context) -> APIRouter:
@@ -43,14 +45,21 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/pools/{pool}/decisions")
     def decisions(
-        pool: PoolName, cls: AnyClass = None, since: Since = None, limit: RowLimit = 100, changes: Changes = False
+        pool: PoolName,
+        cls: AnyClass = None,
+        since: Since = None,
+        limit: RowLimit = 100,
+        changes: Changes = False,
+        brief: Brief = False,
     ) -> Rows:
         """Leases with everything that led to them, newest first."""
         context.check_class(pool, cls)
         if changes:
             after = max(0.0, context.clock() - DAY_S) if since is None else since
-            return [plain(row) for row in history.decision_changes(pool, cls, after, limit)]
-        return [plain(row) for row in history.decisions(pool, cls, since, limit)]
+            rows = history.decision_changes(pool, cls, after, limit)
+        else:
+            rows = history.decisions(pool, cls, since, limit)
+        return [plain({k: v for k, v in row.items() if not brief or k not in DETAIL}) for row in rows]
 
     @routes.get("/v1/pools/{pool}/alerts")
     def alerts(pool: PoolName, cls: AnyClass = None, since: Since = None, limit: RowLimit = 100) -> Rows:

@@ -46,6 +46,30 @@ const fromDecision = (d) => ({
   text: `${d.explanation} g ${d.lease.table[0].g}, θ ${two(d.lease.table[0].theta)}.`,
 });
 
+// Decisions of everyday, of which a row of one class is told as one event.
+const ROUTINE = new Set(["steady", "certified", "few_labels", "step_up", "waiting_for_labels", "unproven", "learning"]);
+
+// `rows` newest first; each run of routine decisions of a class becomes its newest, which says how many there were.
+function told(rows) {
+  const events = [];
+  const open = new Map(); // class -> the event that its next routine decision joins
+  for (const row of rows) {
+    const routine = ROUTINE.has(row.reason);
+    const run = open.get(row.traffic_class);
+    if (routine && run) {
+      run.count += 1;
+      run.since = row.time;
+      continue;
+    }
+    const event = { ...fromDecision(row), count: 1 };
+    events.push(event);
+    if (routine) open.set(row.traffic_class, event);
+    else open.delete(row.traffic_class);
+  }
+  for (const e of events) if (e.count > 1) e.text += ` One of ${e.count} changes since ${stamp(e.since)}.`;
+  return events;
+}
+
 const fromOrder = (o) => ({
   key: `order ${o.id}`,
   kind: "order",
@@ -74,16 +98,16 @@ const fromRevision = (r) => ({
 });
 
 const SOURCES = [
-  ["decisions?changes=true", fromDecision],
-  ["actions", fromOrder],
-  ["alerts", fromAlert],
-  ["policy/revisions", fromRevision],
+  ["decisions?changes=true&brief=true&limit=300", told],
+  [`actions?limit=${SHOWN}`, (rows) => rows.map(fromOrder)],
+  [`alerts?limit=${SHOWN}`, (rows) => rows.map(fromAlert)],
+  [`policy/revisions?limit=${SHOWN}`, (rows) => rows.map(fromRevision)],
 ];
 
 // Fetches and shows what happened to `pool`; throws when the history cannot be read.
 export async function showTimeline(container, none, pool) {
   const base = `/v1/pools/${encodeURIComponent(pool)}`;
-  const read = async ([path, make]) => (await ask(`${base}/${path}${path.includes("?") ? "&" : "?"}limit=${SHOWN}`)).map(make);
+  const read = async ([path, tell]) => tell(await ask(`${base}/${path}`));
   const events = (await Promise.all(SOURCES.map(read))).flat().sort((a, b) => b.time - a.time).slice(0, SHOWN);
   none.hidden = events.length > 0;
   list(container, events, (e) => e.key, () => h("li", {}, h("time"), h("span", { class: "kind" }), h("p", {}, h("b"), " ", h("span"))), (node, e) => {

@@ -246,6 +246,7 @@ def test_history_rows_become_plain_json(world: World) -> None:
         {"time": NOW, "state": "measured", "bounds": {"u": None}}
     ]
     assert world.history.asked == [("demo", "default", None, 3)]
+    assert world.get("/v1/pools/demo/decisions?brief=true").json() == [{"time": NOW, "state": "measured"}]
     assert world.get("/v1/pools/demo/alerts").json() == [{"name": "burn", "firing": True, "detail": "fast"}]
 
 

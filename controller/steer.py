@@ -107,6 +107,10 @@ class ClassSteer:
         if dearer is not None:
             self.costs.forget(COSTS_KEPT)
         self._note(changed, dearer)
+        self.count_block(block, now)
+
+    def count_block(self, block: TokenBlock, now: float) -> None:
+        """Count what a block brought, and estimate nothing from it; `observe_block` does both."""
         flags = block.flags
         seconds = block.round_draft_s + block.round_verify_s + block.round_overhead_s
         amounts = {

@@ -100,7 +100,7 @@ def _add_probes(app: FastAPI, context: Context) -> None:
         late = late_ticks(context.board.pools(), context.clock())
         if not ok or late:
             response.status_code = 503
-        return Health(ok and not late, [*reasons, *late])
+        return Health(ok and not late, [*reasons, *late, *context.access.problems])
 
     @app.get("/metrics", include_in_schema=False, dependencies=[Depends(context.access.reader)])
     def metrics(request: Request) -> Response:

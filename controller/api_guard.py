@@ -46,6 +46,11 @@ class Access:
         self.tokens, self.read_tokens = tokens, read_tokens
         self._buckets = Buckets(WRITES_PER_SECOND, WRITES_AT_ONCE, clock)
 
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the files of tokens; the last good ones are in force."""
+        return [f"tokens: {t.problem}" for t in (self.tokens, self.read_tokens) if t is not None and t.problem]
+
     async def reader(self, credentials: Credentials) -> Identity | None:
         """The reader, None where reading is open; raises 401."""
         if self.read_tokens is None:

@@ -223,6 +223,8 @@ def _table(*columns: str) -> Table:
 
 def _status_table(body: Row) -> Table:
     table = _table("pool", "class", "state", "g", "theta", "speed", "budget left", "explanation")
+    if not body["pools"]:
+        table.add_row("-", *[""] * 6, "This controller leads no pool; /readyz says why.")
     for pool in body["pools"]:
         late = body["time"] - pool["time"] > 3 * pool["interval_s"]
         for c in pool["classes"]:

@@ -41,7 +41,7 @@ const link = new Link({
   onLink(next) {
     status = next;
     if (next.mode === "locked") placeholder("This controller asks who reads", "Enter a token; it stays in this tab.", false);
-    else if (next.mode !== "down" && serverTime === 0) placeholder("No pools yet", "The controller answers, but its loop has not ticked yet.", true);
+    else if (next.mode !== "down" && serverTime === 0) placeholder("No pools yet", "The controller answers, but its loop has not ticked yet. Where it stands by, another one leads: /readyz says so.", true);
     render();
   },
 });

@@ -302,16 +302,17 @@ def test_decisions_and_orders_are_told_in_sentences(world: World, page: Page, co
             "explanation": f"Because of {reason}.",
             "lease": {"table": [{"g": 5, "theta": 0.4}]},
         }
-        for i, reason in enumerate(("step_up", "fast_burn"))
+        for i, reason in enumerate(("certified", "step_up", "fast_burn"))
     ]
-    world.add_operator_action("demo", "*", "freeze", "alice", "a new drafter", 1001.5)
+    world.add_operator_action("demo", "*", "freeze", "alice", "a new drafter", 1002.5)
     world.publish(CLASS)
     page.goto(world.url)
     events = page.locator("#events li")
     expect(events).to_have_count(3)
     expect(events.nth(0)).to_contain_text("alice ordered a freeze (all classes). “a new drafter”")
     expect(events.nth(1)).to_contain_text("Fast burn: lossless (default). Because of fast_burn. g 5, θ 0.40.")
-    expect(events.nth(2)).to_contain_text("One step wider (default).")
+    expect(events.nth(2)).to_contain_text("One step wider (default). Because of step_up.")
+    expect(events.nth(2)).to_contain_text("One of 2 changes since")
     assert complaints == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -98,6 +99,19 @@ def test_reading_can_need_a_token() -> None:
     for path in ("/", "/healthz", "/readyz", "/static/app.js"):
         assert world.get(path).status_code != 401
     assert world.post(ACTIONS, ORDER, "scrape-secret-00001").status_code == 401, "a read token writes nothing"
+
+
+def test_a_fault_in_the_tokens_is_told_by_the_probe(tmp_path: Path) -> None:
+    """The controller stays ready: the last good tokens are in force."""
+    path = tmp_path / "tokens"
+    path.write_text(f"operator alice {OPERATOR}\n")
+    world = ApiWorld(tokens=Tokens(path))
+    path.write_text("operator alice\n\n")
+    assert world.post(ACTIONS, ORDER, OPERATOR).status_code == 201
+    answer = world.get("/readyz")
+    assert answer.status_code == 200
+    assert "tokens:1: expected 'role name token'" in answer.json()["reasons"][0]
+    assert OPERATOR not in answer.text
 
 
 def test_a_large_body_is_refused_however_it_comes(world: ApiWorld) -> None:

@@ -66,6 +66,15 @@ def test_status_marks_a_loop_that_has_stopped(controller: Controller) -> None:
     assert "[no tick for 60 s]" in controller.run("status").output
 
 
+def test_status_of_a_standby_says_so() -> None:
+    controller = Controller(ApiWorld())
+    controller.world.board.remove("demo")
+    try:
+        assert "leads no pool" in controller.run("status").output
+    finally:
+        assert controller.server.stop()
+
+
 def test_status_can_be_watched(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on until Ctrl-C, which is no error."""
     pauses = iter([None, None])

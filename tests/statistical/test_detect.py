@@ -78,3 +78,39 @@ def test_a_large_change_is_found_in_a_handful_even_after_little():
         alarms(detector, (rng.random(300) < 0.1).astype(float))
         found.append(next(i for i in range(1, 500) if detector.add([1.0], [float(rng.random() < 0.9)]) is not None))
     assert np.median(found) <= 16
+
+
+def mixture(rng: np.random.Generator, n: int) -> F:
+    """Nine requests of 120 tokens at .93 for one of 60 at .45, in random order: stationary, in clusters."""
+    parts: list[F] = []
+    while sum(map(len, parts)) < n:
+        rare = rng.random() < 0.1
+        parts.append((rng.random(60 if rare else 120) < (0.45 if rare else 0.93)).astype(float))
+    return np.concatenate(parts)[:n]
+
+
+def test_requests_of_a_rarer_kind_are_no_change_once_one_was_seen():
+    """Per run the first rare requests may alarm, in 2,000 tokens; of 10 runs of 20,000 more, measured: 3 of 16 have an
+    alarm. Chance that 6 of 10 have: below .01."""
+    early, late = 0, 0
+    for seed in range(10):
+        detector, values = Detector(), mixture(np.random.default_rng([9, seed]), 22_000)
+        first = alarms(detector, values[:2000], block=60)
+        early, late = early + first, late + (alarms(detector, values[2000:], block=60) > first)
+    assert early <= 15
+    assert late <= 5
+
+
+def test_a_change_that_stays_is_found_after_spells_too():
+    """The price of having seen spells: from .93 to .45 for good takes some rare requests' tokens, not thousands."""
+    found = []
+    for seed in range(10):
+        rng = np.random.default_rng([8, seed])
+        detector = Detector()
+        alarms(detector, mixture(rng, 10_000), block=60)
+        for i in range(0, 3000, 20):
+            if detector.add(np.ones(20), (rng.random(20) < 0.45).astype(float)) is not None:
+                found.append(i + 20)
+                break
+    assert len(found) == 10
+    assert np.median(found) <= 600

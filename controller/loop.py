@@ -20,7 +20,9 @@ import structlog
 
 from controller.costs import CostModel
 from controller.ingest import Batch, Deduplicator, Source, by_kind, drain
+from controller.merge import merged, sample
 from controller.orders import Orders
+from controller.replay import significant
 from controller.rollup import Rollup
 from controller.saver import Saver, Tick
 from controller.steer import ClassSteer, Fence, kept_at_age
@@ -35,10 +37,10 @@ from storage.records import (
     Decision,
     ForkRecord,
     Lease,
-    OperatorAction,
     QualityScore,
     Record,
     RequestRecord,
+    TokenBlock,
     to_fields,
 )
 from storage.tables import to_json
@@ -46,6 +48,7 @@ from storage.tables import to_json
 log = structlog.get_logger(__name__)
 
 MAX_CLASSES = 64
+ENTRIES_PER_S = 4000  # taken from the stream at most, so that after an outage a tick does not outlast the leases
 MAX_WANTED = 100  # requests per class shown as worth a label
 
 
@@ -141,6 +144,8 @@ class PoolLoop:
         self._ids: list[str] = []  # observed since that state
         self._next_state = 0.0
         self._unsaved = Unsaved()
+        self._stored: dict[str, Decision] = {}  # the newest decision of each class that was stored
+        self._slices: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
         self._firing: dict[tuple[str, str], bool] = {}
         self._last_telemetry: float | None = None
         self.dead_letters = self.handler_failures = 0
@@ -221,7 +226,8 @@ class PoolLoop:
     @traced("ingest")
     def _ingest(self, now: float) -> None:
         try:
-            batch = drain(self._reader, self._seen, self.pool)
+            limit = max(1000, int(ENTRIES_PER_S * self.config.tick_s))
+            batch = drain(self._reader, self._seen, self.pool, limit=limit)
         except StorageError as e:
             self.degraded["stream"] = f"stream unreachable: {e}"
             return
@@ -239,44 +245,66 @@ class PoolLoop:
 
     def _observe(self, batch: Batch, now: float) -> None:
         """Take in every record; one that cannot be handled is set aside, and the others count."""
+        blocks: dict[str, list[TokenBlock]] = {}
+        entries: dict[int, str] = {}
         for entry_id, record in zip(batch.entries, batch.records, strict=True):
-            try:
-                self._take_in(record, now)
-            except Exception as e:
-                self.handler_failures += 1
-                log.exception("an entry cannot be handled", pool=self.pool, entry=entry_id)
-                reason = f"the handler failed: {type(e).__name__}: {e}"
+            if isinstance(record, TokenBlock):
+                blocks.setdefault(record.traffic_class, []).append(record)
+                entries[id(record)] = entry_id
+            else:
+                self._attempt(self._take_in, record, entry_id, now)
+        for of_class in blocks.values():
+            chosen, others = sample(of_class)
+            for block in others:
+                self._attempt(self._count, block, entries[id(block)], now)
+            for several in merged(chosen):
                 try:
-                    self._reader.dead_letter(entry_id, to_fields(record), reason)
-                except StorageError as away:
-                    self.degraded["stream"] = f"could not set an entry aside: {away}"
+                    self._measure(several, now)
+                except Exception:
+                    log.exception("blocks cannot be handled together", pool=self.pool)
+                    for block in [b for b in chosen if (b.worker, b.boot) == (several.worker, several.boot)]:
+                        self._attempt(self._measure, block, entries[id(block)], now)
+            for block in of_class:
+                self._rollup.add(block, now, self._steer(block.traffic_class, now).policy.traffic_class)
 
-    def _take_in(self, record: Record, now: float) -> None:
+    def _attempt(self, handle: Callable[[Any, float], None], record: Record, entry_id: str, now: float) -> None:
+        try:
+            handle(record, now)
+        except Exception as e:
+            self.handler_failures += 1
+            log.exception("an entry cannot be handled", pool=self.pool, entry=entry_id)
+            reason = f"the handler failed: {type(e).__name__}: {e}"
+            try:
+                self._reader.dead_letter(entry_id, to_fields(record), reason)
+            except StorageError as away:
+                self.degraded["stream"] = f"could not set an entry aside: {away}"
+
+    def _measure(self, block: TokenBlock, now: float) -> None:
+        """Estimates, costs and counters of one block."""
+        self._steer(block.traffic_class, now).observe_block(block, now)
+
+    def _count(self, block: TokenBlock, now: float) -> None:
+        """Only the counters of one block: the estimates have enough without it."""
+        self._steer(block.traffic_class, now).count_block(block, now)
+
+    def _take_in(self, record: RequestRecord | ForkRecord | QualityScore, now: float) -> None:
         steer = self._steer(record.traffic_class, now)
         if isinstance(record, RequestRecord):
             steer.observe_request(record, now)
         elif isinstance(record, ForkRecord):
             steer.observe_fork(record, now)
-        elif isinstance(record, QualityScore):
-            steer.observe_score(record, now)
         else:
-            steer.observe_block(record, now)
-            self._rollup.add(record, now, steer.policy.traffic_class)
+            steer.observe_score(record, now)
 
     def _obey(self, now: float) -> None:
         """Pass operators' orders on to the classes that they are for."""
         for action in self.orders.take(self.config.patience):
             log.warning("order", pool=self.pool, action=action.action, cls=action.traffic_class, who=action.who)
             if action.traffic_class != ALL_CLASSES:
-                self._act(self._steer(action.traffic_class, now), action, now)
+                self._steer(action.traffic_class, now).act(action, now)
                 continue
             for steer in self.classes.values():
-                self._act(steer, action, now)
-
-    @staticmethod
-    def _act(steer: ClassSteer, action: OperatorAction, now: float) -> None:
-        if hasattr(steer, "act"):
-            steer.act(action, now)
+                steer.act(action, now)
 
     @traced("decide")
     def _decide(self, now: float) -> list[Decision]:
@@ -292,9 +320,15 @@ class PoolLoop:
                 self.degraded[f"class {name}"] = f"class {name} has no decision: {type(e).__name__}: {e}"
                 continue
             decisions.append(decision)
+            self._keep(name, decision)
             self._note_alerts(steer, now)
-        self._unsaved.decisions += decisions
         return decisions
+
+    def _keep(self, name: str, decision: Decision) -> None:
+        """Store a decision that says something new, and the first one after a minute of the same."""
+        if significant(self._stored.get(name), decision):
+            self._stored[name] = decision
+            self._unsaved.decisions.append(decision)
 
     def _note_alerts(self, steer: ClassSteer, now: float) -> None:
         """Record each alert when it starts and when it ends."""
@@ -317,11 +351,22 @@ class PoolLoop:
             self._next_state = now + self.config.snapshot_s
             # As text, since the loop goes on changing its state while a slow database still saves it.
             values["rollups"] = self._rollup.take(now)
+            values["slices"] = self._changed_slices()
             values |= {"snapshot": to_json(self.to_state(now)), "last_id": self._last_id}
             ids, self._ids = self._ids, []
             self._saved_id = self._last_id
         self._saver.save(Tick(values, ids, self._saved_id))
         self._check_saved()
+
+    def _changed_slices(self) -> list[dict[str, Any]]:
+        """Rows of the budgets' accounts that are not as they were when they were saved last."""
+        changed: list[dict[str, Any]] = []
+        for name, steer in self.classes.items():
+            rows = {(row["start"], row["evidence_epoch"], row["level"]): row for row in steer.slices()}
+            saved = self._slices.get(name, {})
+            changed += [row for key, row in rows.items() if saved.get(key) != row]
+            self._slices[name] = rows
+        return changed
 
     def _check_saved(self) -> None:
         try:
@@ -358,7 +403,7 @@ class PoolLoop:
             lag = 0
             self.degraded.setdefault("stream", f"stream unreachable: {e}")
         steers = [steer for steer in self.classes.values() if steer.decision is not None]
-        self.wanted = tuple(w for s in steers if hasattr(s, "wanted") for w in s.wanted(now, MAX_WANTED))
+        self.wanted = tuple(w for s in steers for w in s.wanted(now, MAX_WANTED))
         rejected = self._file.rejected
         self._board.publish(
             PoolView(
@@ -403,7 +448,7 @@ class PoolLoop:
                 meter_s=self.config.meter_s,
             )
             for action in self.orders.standing:
-                self._act(self.classes[name], action, now)
+                self.classes[name].act(action, now)
         return self.classes[name]
 
     def to_state(self, now: float) -> dict[str, Any]:

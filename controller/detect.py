@@ -230,17 +230,18 @@ class Detector:
 
     def _inflate(self, n: F, y: F) -> None:
         m = _inside(self._mean)
-        for size, phi, window, closed in zip(WINDOWS, self._inflation(), self._window, self._phi, strict=True):
+        for i, (size, phi) in enumerate(zip(WINDOWS, self._inflation(), strict=True)):
             start, full = 0, size * max(1.0, phi)
             while start < len(n):
-                room = full - float(window[0])
+                room = full - float(self._window[i, 0])
                 end = min(len(n), start + 1 + int(np.searchsorted(np.cumsum(n[start:]), room)))
                 weight, value = float(n[start:end].sum()), float(y[start:end].sum())
-                window += (weight, value - weight * m, weight * m * (1 - m))
-                if window[0] >= full:
-                    closed *= 1 - 1 / KEPT_WINDOWS
-                    closed += (1.0, min(float(window[1] ** 2 / window[2]), CLIP * max(1.0, phi)))
-                    window[:] = 0.0
+                self._window[i] += (weight, value - weight * m, weight * m * (1 - m))
+                if self._window[i, 0] >= full:
+                    ratio = float(self._window[i, 1] ** 2 / self._window[i, 2])
+                    self._phi[i] *= 1 - 1 / KEPT_WINDOWS
+                    self._phi[i] += (1.0, min(ratio, CLIP * max(1.0, phi)))
+                    self._window[i] = 0.0
                 start = end
 
     def to_state(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def class_view(steer: ClassSteer, epoch: int, seq: int, ttl_s: float) -> ClassVi
     allowance, solution, meter, decision = steer.allowance, steer.solution, steer.meter, steer.decision
     if allowance is None or decision is None:
         raise ValueError("class_view before the first decision")
-    row = decision.lease.knobs(1)
+    row, order = decision.lease.knobs(1), steer.governor.standing.order
     return ClassView(
         traffic_class=steer.policy.traffic_class,
         state=allowance.state,
@@ -62,6 +62,9 @@ def class_view(steer: ClassSteer, epoch: int, seq: int, ttl_s: float) -> ClassVi
         seconds_per_request=meter.ratio("request_s", "requests"),
         seconds_to_first_token=meter.ratio("first_token_s", "requests"),
         lease=decision.lease,
+        override=None if order is None else order.action,
+        override_who=None if order is None else order.who,
+        override_why=None if order is None else order.why,
         counters=dict(steer.totals),
         **_of_curve(steer, allowance),
     )

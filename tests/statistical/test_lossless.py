@@ -1,4 +1,4 @@
-"""Lossless means lossless: greedy text token by token, and at temperature 1 the law of the target.
+"""Lossless means lossless: at temperature 1 the law of the target (greedily: `test_greedy_equality`).
 
 Every chi-square test here is run at significance 1e-4 on fixed seeds, and is shown to reject something wrong: a lenient
 rule, or a rejection that is replaced by a draw from the target instead of the residual.
@@ -7,7 +7,7 @@ rule, or a rejection that is replaced by a draw from the target instead of the r
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,71 +16,48 @@ import torch
 
 from decoder import verify as verification
 from decoder.demo.pair import BOS, EOS
-from decoder.generate import Knobs
+from decoder.drafters import ModelDrafter, NgramDrafter
+from decoder.generate import Engine, Knobs
 from decoder.sampling import SamplingParams, draw, process
 from decoder.verify import Block, verify
 from policies.rules import RULES, Scalars, accept_prob, get_rule, lossless_accept
-from tests.decoding import chi_square_p, engine, pair, prompts, run
+from tests.decoding import chi_square_p, engine, pair, run, tiny
 
 SIGNIFICANCE = 1e-4
 REJECTED = 1e-12  # what a negative control must fall below
 
 
-# -- greedy ------------------------------------------------------------------------------------------------------------
+# -- sequences at temperature 1 ----------------------------------------------------------------------------------------
+
+N = 600  # seeds of small models
+BUNDLED = 250  # seeds of the bundled pair, whose passes cost ten times as much
+# The next two tokens are free wording ("sum equals"), about which the models disagree.
+ASKED = "Question: Mia has 5 pens. Mia finds 3 pens. How many pens does Mia have now?\n"
+STEP = f"{ASKED}Answer: First Mia gets 3 more pens, so the"
+REPEATS = [3, 5, 7, 9, 3, 5, 7, 9, 3, 5, 7]  # what n-grams find
+
+
+@cache
+def small(drafter: str) -> Engine:
+    """Two small random models that disagree often, or one with n-grams."""
+    return Engine(tiny(), ModelDrafter(tiny(seed=2)) if drafter == "model" else NgramDrafter())
+
+
+def case(drafter: str) -> tuple[Engine, list[int], int]:
+    """Engine, prompt and number of seeds."""
+    if drafter == "bundled":
+        return engine(), [BOS, *pair().tokenizer(STEP).input_ids], BUNDLED
+    return small(drafter), list(range(8)) if drafter == "model" else REPEATS, N
 
 
 @torch.inference_mode()
-def test_greedy_text_is_that_of_transformers_generate_token_by_token() -> None:
-    """100 prompts; the model drafter with g = 1..8 in turn, and the n-gram drafter."""
-    ends = Counter[str]()
-    for i, prompt in enumerate(prompts(100)):
-        ids = torch.tensor([prompt])
-        made = pair().target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=120)
-        reference = made[0, len(prompt) :].tolist()
-        g = 1 + i % 8
-        for drafter in ("model", "ngram"):
-            done = run(engine(drafter), prompt, Knobs.lossless(g), temperature=0.0, max_tokens=120, seed=i)
-            assert done.token_ids == reference, f"prompt {i}, {drafter} drafter, g = {g}"
-            ends[done.finish_reason] += 1
-            assert (done.finish_reason == "stop") == (reference[-1] == EOS)
-    assert ends["stop"] > 150  # nearly all prompts are answered in full
-
-
-@torch.inference_mode()
-def test_a_lenient_rule_does_change_greedy_text() -> None:
-    """Negative control of the comparison above."""
-    lenient = Knobs(g=4, rule="token_v3", theta=0.9)
-    texts = [
-        [run(engine(), prompt, knobs, temperature=0.0).token_ids for knobs in (Knobs.lossless(4), lenient)]
-        for prompt in prompts(6)
-    ]
-    assert any(exact != changed for exact, changed in texts)
-
-
-# -- temperature 1, on the bundled pair --------------------------------------------------------------------------------
-
-N = 800
-# The next two tokens are free wording ("sum equals"), about which the models disagree; the second text has said it once
-# before, so that n-grams find it.
-_STEP = "First Mia gets 3 more pens, so the"
-STARTS = {
-    "model": f"Question: Mia has 5 pens. Mia finds 3 pens. How many pens does Mia have now?\nAnswer: {_STEP}",
-    "ngram": f"Question: Mia has 5 pens. Mia finds 3 pens. Mia finds 9 pens. How many pens does Mia have now?\nAnswer: "
-    f"{_STEP} total is 5 + 3 = 8. Then Mia gets 9 more pens, so the",
-}
-
-
-def start(drafter: str) -> list[int]:
-    return [BOS, *pair().tokenizer(STARTS[drafter]).input_ids]
-
-
-@torch.inference_mode()
-def exact_law(prompt: list[int], params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+def exact_law(drafter: str, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """First-token law [V] and law of token pairs [V, V], from the target's own probabilities.
 
     Pairs that begin with a token of probability below 1e-6 are left out; all of them together have less than 1e-3.
     """
-    target = pair().target
+    made, prompt, _ = case(drafter)
+    target = made.target.model
     first, _ = process(target(torch.tensor([prompt])).logits[0, -1], params)
     pairs = torch.zeros(len(first), len(first))
     likely = (first > 1e-6).nonzero()[:, 0]
@@ -92,44 +69,47 @@ def exact_law(prompt: list[int], params: SamplingParams) -> tuple[np.ndarray, np
     return first.double().numpy(), pairs.double().numpy()
 
 
-def sample(drafter: str, knobs: Knobs, **params: Any) -> tuple[np.ndarray, np.ndarray, int]:
-    """Counts of first tokens and of pairs over N seeds, and how many draft tokens were rejected."""
-    made, prompt, size = engine(drafter), start(drafter), 656
+def sample(drafter: str, knobs: Knobs, **params: Any) -> tuple[np.ndarray, np.ndarray, float]:
+    """Counts of first tokens and of pairs over the seeds, and how many draft tokens a request were rejected."""
+    made, prompt, seeds = case(drafter)
+    size = made.vocab_size
     first, pairs, rejected = np.zeros(size), np.zeros((size, size)), 0
-    for seed in range(N):
+    for seed in range(seeds):
         done = run(made, prompt, knobs, seed=seed, max_tokens=3, **params)
         tokens = [*done.token_ids, EOS][:2]
         first[tokens[0]] += 1
         pairs[tokens[0], tokens[1]] += 1
         rejected += done.examined - done.accepted
-    return first, pairs, rejected
+    return first, pairs, rejected / seeds
 
 
 @pytest.mark.parametrize(("drafter", "g", "params"), [
+    ("bundled", 2, {}),
     ("model", 1, {}),  # the second token is a bonus
     ("model", 2, {}),  # both are drafted
     ("model", 2, {"temperature": 1.4, "top_k": 30, "top_p": 0.9}),
     ("ngram", 2, {}),
 ])  # fmt: skip
 def test_first_tokens_and_pairs_follow_the_law_of_plain_sampling(drafter: str, g: int, params: dict[str, Any]) -> None:
-    law = exact_law(start(drafter), SamplingParams(**params))
+    law = exact_law(drafter, SamplingParams(**params))
     first, pairs, rejected = sample(drafter, Knobs.lossless(g), **params)
-    assert rejected > N / 20  # rejections happened, so residual draws were tested
+    assert rejected > 0.05  # so residual draws were tested
     assert chi_square_p(first, law[0]) > SIGNIFICANCE
     assert chi_square_p(pairs, law[1]) > SIGNIFICANCE
 
 
-def test_the_same_test_rejects_a_lenient_rule() -> None:
+@pytest.mark.parametrize("drafter", ["bundled", "model"])
+def test_the_same_test_rejects_a_lenient_rule(drafter: str) -> None:
     """Negative control."""
-    law = exact_law(start("model"), SamplingParams())
-    first, pairs, _ = sample("model", Knobs(g=2, rule="forgive", theta=0.7))
+    law = exact_law(drafter, SamplingParams())
+    first, pairs, _ = sample(drafter, Knobs(g=2, rule="forgive", theta=0.7))
     assert min(chi_square_p(first, law[0]), chi_square_p(pairs, law[1])) < REJECTED
 
 
 def test_the_same_test_rejects_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: replacing a rejected token by a draw from the target is a common mistake."""
     monkeypatch.setattr(verification, "residual", lambda p, q: p)
-    law = exact_law(start("model"), SamplingParams())
+    law = exact_law("model", SamplingParams())
     first, pairs, _ = sample("model", Knobs.lossless(2))
     assert min(chi_square_p(first, law[0]), chi_square_p(pairs, law[1])) < REJECTED
 

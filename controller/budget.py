@@ -195,7 +195,7 @@ class Ledger:
         """Remember in the open slice what was expected while its requests were served."""
         trusted = self.slices and self._elapsed(now) >= TRUSTED_ELAPSED * self.window_s
         if trusted and now < self.slices[-1].start + self.slice_s:
-            self.slices[-1].expected = self.expected_requests(now)
+            self.slices[-1].expected = self.lately(now)
 
     def budget_requests(self, now: float) -> float:
         """How many requests the budget is for: as many as were expected when the ones on the account were served.
@@ -209,6 +209,15 @@ class Ledger:
             served += s.requests
             total += s.requests * (s.expected or usual)
         return max(usual, total / served) if served else usual
+
+    def lately(self, now: float) -> float:
+        """Requests in a window at the lower of the rate so far and that of its last tenth."""
+        since = now - self.window_s / 10
+        recent = sum(s.requests for s in self.slices if s.start >= since)
+        began = min((s.start for s in self.slices if s.start >= since), default=now)
+        usual = self.expected_requests(now)
+        young = now - began < self.window_s / 20 or not self.slices or began == self.slices[0].start
+        return usual if young else min(usual, recent * self.window_s / (now - began))
 
     def rate(self, now: float) -> float:
         """Requests per second over the window so far."""

@@ -54,19 +54,20 @@ class ForkPlan:
         return math.exp(round(math.log(best) / AIM_GRID) * AIM_GRID)
 
     def probability(
-        self, p: ClassPolicy, r: Reading, tau: float, known: Sequence, requests: float, severity: float
+        self, p: ClassPolicy, r: Reading, tau: float, known: Sequence, requests: float, budget: float, severity: float
     ) -> float:
         """Probability of a fork from now on.
 
-        ``known`` is the evidence planned with, ``requests`` are those of a window, and ``severity`` is the account's
-        (`controller.budget.Ledger`).
+        ``known`` is the evidence planned with, ``requests`` and ``budget`` are those of a window at the rate of late,
+        and ``severity`` is the account's (`controller.budget.Ledger`), which counts for as many requests.
         """
         most = self._affordable(p, -math.expm1(-tau))
         if r.labelled < p.min_labels or tau > r.tau_seen * REST_TOLERANCE or tau <= 0 or not known.touches:
             return min(p.fork_cold, most)
         to_come = (1 - p.holdback) * (known.squares + 1) / known.touches * tau * requests
-        variance = (1 - p.holdback) * max(severity, to_come)
-        need = 2 * _log(p) * variance / (AIM * r.budget) ** 2 if r.budget > 0 else 1.0
+        settled = severity * min(1.0, budget / r.budget) if r.budget > 0 else 0.0
+        variance = (1 - p.holdback) * max(settled, to_come)
+        need = 2 * _log(p) * variance / (AIM * budget) ** 2 if budget > 0 else 1.0
         return min(max(p.fork_warm, need), max(p.fork_cold, p.fork_warm), most)
 
     def _affordable(self, p: ClassPolicy, touched: float) -> float:

@@ -231,9 +231,11 @@ class Governor(Intake):
         return r, track.tau
 
     def _fork(self, r: Reading, tau: float, now: float) -> float:
-        ledger = self._ledger
-        known, requests = self._track.sequences.planning(now), ledger.expected_requests(now)
-        return self.forks.probability(self.policy, r, tau, known, requests, ledger.severity)
+        """Probability of a fork, for the touches that the last lease was planned to cause where that is less."""
+        ledger, p = self._ledger, self.policy
+        known, requests = self._track.sequences.planning(now), ledger.lately(now)
+        budget = min(r.budget, p.max_loss * requests)
+        return self.forks.probability(p, r, min(tau, self._planned), known, requests, budget, ledger.severity)
 
     def _overdue(self, now: float) -> float:
         """What forks stand for that are later than labels usually are: charged as lost before their deadline."""

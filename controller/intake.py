@@ -53,6 +53,7 @@ class Intake:
         self._burn = BurnMeter(policy, 0.0)
         self._floor = Floor(policy.window_s)
         self._scorers = ScorerWatch()
+        self._planned = math.inf  # touches per request of the last lease
         self._last_request_at: float | None = None
         self._unlabelled_since: float | None = None
         self._jumped: tuple[float, float] | None = None  # loss per touch since a detected rise, until when it is news
@@ -147,6 +148,7 @@ class Intake:
         if trial is not None:
             plans[trial[0]] = (self.track(trial[0]).epoch, level_of(trial[1]))
         self._leases.add(epoch, seq, plans)
+        self._planned = tau
 
     def set_policy(self, policy: ClassPolicy, now: float) -> None:
         """Obey a new policy from the next decision on; another metric starts new evidence."""
@@ -239,8 +241,7 @@ class Intake:
         label_at = self._buffer.last_label_at
         if label_at is not None and self._unlabelled_since is not None and label_at >= self._unlabelled_since:
             self._unlabelled_since = None
-        budget = self.policy.max_loss * ledger.budget_requests(now)
-        ledger.aim = self.forks.aim(self.policy, budget)
+        ledger.aim = self.forks.aim(self.policy, self.policy.max_loss * ledger.lately(now))
 
     @property
     def step_labels(self) -> int:
@@ -344,6 +345,7 @@ class Intake:
             "scorers": self._scorers.to_state(),
             "seen_at": [self._last_request_at, self._unlabelled_since],
             "jumped": self._jumped,
+            "planned": None if self._planned == math.inf else self._planned,
             "hold": None if self._hold is None else [*self._hold, self._hold_detail],
         }
 
@@ -369,6 +371,7 @@ class Intake:
         self._floor = Floor.from_state(state["floor"])
         self._scorers = ScorerWatch.from_state(state["scorers"])
         self._last_request_at, self._unlabelled_since = state["seen_at"]
+        self._planned = math.inf if state["planned"] is None else state["planned"]
         self._jumped = None if state["jumped"] is None else (state["jumped"][0], state["jumped"][1])
         if state["hold"] is not None:
             kind, until, self._hold_detail = state["hold"]

@@ -165,9 +165,7 @@ def solve_for(x: Inputs) -> Solved:
 def lease_of(x: Inputs, solved: Solved | None = None) -> Lease:
     """The lease that these inputs lead to. Raises SolveError as `solve_for` does."""
     solved = solved or solve_for(x)
-    table = solved.table
-    if x.frozen is not None:
-        table = tuple(_tightened(row, x.frozen) for row in table)
+    table = knobs_of(x, solved)
     table = tuple(replace(row, g=0, theta=0.0, rho=0.0) if row.batch in x.plain else row for row in table)
     lenient = not x.plain and solved.solution is not None and solved.solution.theta > 0
     trial = None
@@ -197,6 +195,11 @@ def lease_of(x: Inputs, solved: Solved | None = None) -> Lease:
         label_deadline=limits["label_deadline_s"],
         trial=trial,
     )
+
+
+def knobs_of(x: Inputs, solved: Solved) -> tuple[KnobRow, ...]:
+    """The knobs by batch bucket, no more lenient than the frozen ones; plain intervals come on top."""
+    return solved.table if x.frozen is None else tuple(_tightened(row, x.frozen) for row in solved.table)
 
 
 def _tightened(row: KnobRow, before: tuple[KnobRow, ...]) -> KnobRow:
@@ -308,13 +311,14 @@ def _unpack_curve(packed: Mapping[str, Any]) -> Traced:
     by_depth = np.repeat(arrays["reach"][:, None, :], columns, axis=1)
     by_depth[packed["used"]] = _array(packed["by_depth"], "<f4").reshape(-1, columns, columns)
     settings = Settings(theta=_array(packed["theta"], "<f8"), levels=int(packed["levels"]))
-    return Traced(settings=settings, by_depth=by_depth, n_eff=_array(packed["n_eff"], "<f4"), **arrays)
+    n_eff = _array(packed["n_eff"], "<f4")
+    return Traced(settings=settings, by_depth=by_depth, n_eff=n_eff, used=set(packed["used"]), **arrays)
 
 
 def _text(values: F, dtype: str) -> str:
     """Base64 of zlib of the little-endian bytes, the first bytes of all values first."""
     raw = np.ascontiguousarray(values, dtype=dtype).reshape(-1)
-    planes = raw.view(np.uint8).reshape(len(raw), -1).T
+    planes = raw.view(np.uint8).reshape(-1, raw.itemsize).T
     return base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), 9)).decode()
 
 

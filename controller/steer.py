@@ -14,9 +14,21 @@ from controller.costs import CostModel, buckets_of
 from controller.curve import Curve
 from controller.detect import Alarm, Watch
 from controller.estimate import CurveEstimator
-from controller.governor import Allowance, Governor
+from controller.goals import Goals
+from controller.governor import Allowance
 from controller.meter import Meter
-from controller.replay import Fence, Inputs, Seconds, Traced, TrialInputs, lease_of, limits_of, pack, solve_for
+from controller.replay import (
+    Fence,
+    Inputs,
+    Seconds,
+    Traced,
+    TrialInputs,
+    knobs_of,
+    lease_of,
+    limits_of,
+    pack,
+    solve_for,
+)
 from controller.solve import Solution, plan_for
 from controller.view import Wanted
 from policies.errors import SolveError
@@ -54,13 +66,14 @@ class ClassSteer:
         self._half_life_rounds = half_life_rounds
         self.rule = policy.rules[0]
         self.estimator = CurveEstimator(self.rule, policy.g_max, half_life_rounds=half_life_rounds)
-        self.governor = Governor(policy, self.rule)
+        self.governor = Goals(policy, self.rule)
         self.meter = Meter(meter_s)
         self.contest = Contest()
         self._rival: CurveEstimator | None = None  # of the rule on trial
         self.solution: Solution | None = None
         self.trial_solution: Solution | None = None
         self.curve: Curve | None = None  # what the last decision solved on
+        self._table: tuple[KnobRow, ...] | None = None  # of the last decision, without plain intervals
         self._held: dict[int, int] = {}  # block length in use, by batch bucket
         self.allowance: Allowance | None = None
         self.decision: Decision | None = None
@@ -249,13 +262,15 @@ class ClassSteer:
             if enough:
                 x, verdict = self._compete(x, allowance, now)
             solved = solve_for(x)
-            self._held = {row.batch: row.g for row in solved.table}
+            self._table = knobs_of(x, solved)
+            self._held = {row.batch: row.g for row in self._table}
             x = replace(x, plain=tuple(sorted(self._plain_is_due(solved.table))))
             if x.plain:
                 explanation += " One interval of plain decoding measures what drafting is compared with."
             elif not enough:
-                reason = "learning"
-                explanation = "Lossless, at the block length known so far, until enough rounds are measured again."
+                learning = "Lossless, at the block length known so far, until enough rounds are measured again."
+                ordered = self.governor.standing.order is not None
+                reason, explanation = (reason, f"{explanation} {learning}") if ordered else ("learning", learning)
         except SolveError as e:
             x = replace(x, curve=None, trial=None)
             solved = solve_for(x)
@@ -293,7 +308,7 @@ class ClassSteer:
             for rows in self.costs.seen_buckets:
                 draft, verify = self.costs.draft_s(rows), self.costs.verify_s(rows)
                 seconds[rows] = tuple(draft.tolist()), tuple(verify.tolist()), float(self.costs.overhead_s(rows))
-        frozen = self.governor.standing.order is not None and self.decision is not None
+        frozen = self.governor.standing.order is not None
         return Inputs(
             now=now,
             fence=fence,
@@ -311,7 +326,7 @@ class ClassSteer:
             held=dict(self._held),
             widest=self._widest,
             strategy=self.policy.strategies[0],
-            frozen=self.decision.lease.table if frozen and self.decision is not None else None,
+            frozen=self._table if frozen else None,
         )
 
     def _compete(self, x: Inputs, allowance: Allowance, now: float) -> tuple[Inputs, Verdict]:
@@ -424,6 +439,7 @@ class ClassSteer:
             "meter": self.meter.to_state(),
             "totals": dict(self.totals),
             "arms": list(self._arms.items()),
+            "table": None if self._table is None else [asdict(row) for row in self._table],
             "held": [[rows, g] for rows, g in self._held.items()],
             "watch": self.watch.to_state(),
             "learned": self._learned,
@@ -456,7 +472,7 @@ class ClassSteer:
         if state["rule"] in policy.rules:
             self.rule = state["rule"]
             self.estimator = CurveEstimator(self.rule, policy.g_max, half_life_rounds=half_life_rounds)
-        self.governor = Governor.from_state(state["governor"], policy, self.rule)
+        self.governor = Goals.from_state(state["governor"], policy, self.rule)
         if "contest" in state:
             self.contest = Contest.from_state(state["contest"])
         if (state["rule"], state["g_max"]) == (self.rule, policy.g_max):
@@ -464,6 +480,8 @@ class ClassSteer:
             self.estimator.forget(kept_at_age(age_s))
             self._held.update(dict(state["held"]))
             self._learned = bool(state.get("learned", False))
+        if state.get("table") is not None:
+            self._table = tuple(KnobRow(**row) for row in state["table"])
         if "watch" in state:
             self.watch = Watch.from_state(state["watch"])
             self._half_pairs.update(state["half_pairs"])

@@ -21,7 +21,9 @@ rates of the position before it, wholly where nothing was drafted, and its stand
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -334,11 +336,14 @@ def _weighted(by_round: F, by_position: F, values: Singles) -> F:
 
 
 def _pack(values: F) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, dtype="<f8").tobytes()).decode("ascii")
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(values, dtype="<f8").tobytes(), 1)).decode("ascii")
 
 
 def _unpack(text: str, shape: tuple[int, ...]) -> F:
-    values = np.frombuffer(base64.b64decode(text), dtype="<f8")
+    raw = base64.b64decode(text)
+    with contextlib.suppress(zlib.error):  # an older state is not compressed
+        raw = zlib.decompress(raw)
+    values = np.frombuffer(raw, dtype="<f8") if len(raw) % 8 == 0 else np.zeros(0)
     if values.size != math.prod(shape) or not np.all(np.isfinite(values)):
         raise ValueError(f"the state holds {values.size} numbers where {math.prod(shape)} finite ones belong")
     return values.reshape(shape).astype(np.float64)

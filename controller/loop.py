@@ -2,9 +2,8 @@
 
     policy edits -> telemetry in -> orders -> for each class: estimate, govern, solve -> save -> lease -> acknowledge
 
-Saving comes before leasing, so that every lease a worker may act on is in the database together with the state that
-led to it and the stream position it had seen; after a crash the entries since then come again and nothing is counted
-twice. When the database is away or slow the loop goes on from memory (`controller.saver`); when the stream is away no
+Saving comes before leasing. Every few seconds the state is saved too, in one transaction with the stream position that
+it has seen; after a crash the entries since then come again and nothing is counted twice. When the database is away or slow the loop goes on from memory (`controller.saver`); when the stream is away no
 lease can be renewed and the workers turn lossless by themselves.
 """
 
@@ -90,7 +89,7 @@ class LoopConfig:
     ttl_s: float = 5.0
     half_life_rounds: float = 4000.0
     meter_s: float = 10.0
-    snapshot_s: float = 1.0
+    snapshot_s: float = 5.0
     patience_s: float | None = None
 
     @property

@@ -13,11 +13,12 @@ import pytest
 from controller.desk import Desk
 from controller.loop import FencedOff, LoopConfig, PoolLoop
 from controller.saver import Saver
+from controller.steer import ClassSteer
 from controller.view import Board
 from policies.reload import PolicyFile
 from storage.errors import LeaseRefused, StorageError
 from storage.history import History
-from storage.records import Lease, QualityScore, Record, RequestRecord, to_fields
+from storage.records import Lease, QualityScore, Record, RequestRecord, TokenBlock, to_fields
 from storage.spool import Spool
 from tests.support_blocks import coin_scalars, make_block
 
@@ -109,7 +110,7 @@ class Rig:
             self.history,
             self.board,
             epoch=epoch,
-            config=LoopConfig(),
+            config=LoopConfig(snapshot_s=0.0),
             now=now,
             saver=Saver(self.history, Spool(self.directory / "spool"), Desk("save", inline=True)),
             cpu_clock=lambda: 0.0,
@@ -283,6 +284,51 @@ def test_a_bad_edit_is_recorded_once_however_long_it_stays(rig: Rig) -> None:
     for i in range(10):
         rig.loop.tick(T0 + i)
     assert len(rig.history.policy_revisions("p")) == 2
+
+
+def test_between_two_states_entries_wait_and_come_again_after_a_crash(rig: Rig) -> None:
+    """Their rows are saved at once; what they changed is part of the next state, and they count once."""
+    rig.loop.config = LoopConfig(snapshot_s=5.0)
+    rig.loop.tick(T0)
+    rig.stream.put(*blocks(2), request(1))
+    rig.loop.tick(T0 + 1)
+    assert rig.stream.acked == []
+    assert rig.history.requests_between("p", 0, T0 + 10)["requests"] == 1
+    rig.start(T0 + 2)
+    rig.stream.put(*blocks(2), request(1))
+    rig.loop.tick(T0 + 2)
+    assert rig.stream.acked == ["4-0", "5-0", "6-0"]
+    assert rig.view().classes[0].counters["requests.untouched"] == 1
+    assert rig.view().classes[0].counters["drafted"] == 320
+    rig.loop.tick(T0 + 10)
+    assert rig.history.requests_between("p", 0, T0 + 10)["requests"] == 1
+
+
+def test_an_entry_that_cannot_be_handled_is_set_aside_and_the_others_count(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of ours, in a request and in one of many blocks; the tick goes on and says how many."""
+    real = ClassSteer.observe_block
+
+    def fail(self: ClassSteer, block: TokenBlock, now: float) -> None:
+        if block.seq == 2:
+            raise ZeroDivisionError("odd block")
+        real(self, block, now)
+
+    def refuse(self: ClassSteer, record: RequestRecord, now: float) -> None:
+        raise KeyError(record.request_id)
+
+    monkeypatch.setattr(ClassSteer, "observe_block", fail)
+    monkeypatch.setattr(ClassSteer, "observe_request", refuse)
+    rig.stream.put(*blocks(3), request(1))
+    rig.loop.tick(T0 + 1)
+    assert rig.view().handler_failures == 2
+    assert sorted(rig.stream.dead) == [
+        "the handler failed: KeyError: 'r1'",
+        "the handler failed: ZeroDivisionError: odd block",
+    ]
+    assert rig.view().classes[0].counters["drafted"] == 320
+    assert len(rig.leases.written) == 1
 
 
 def test_bad_entries_are_counted_and_good_ones_flow(rig: Rig) -> None:

@@ -69,9 +69,13 @@ def exact_law(drafter: str, params: SamplingParams) -> tuple[np.ndarray, np.ndar
     return first.double().numpy(), pairs.double().numpy()
 
 
-def sample(drafter: str, knobs: Knobs, **params: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """Counts of first tokens and of pairs over the seeds, and how many draft tokens a request were rejected."""
+def sample(drafter: str, knobs: Knobs, more: int = 1, **params: Any) -> tuple[np.ndarray, np.ndarray, float]:
+    """Counts of first tokens and of pairs over the seeds, and how many draft tokens a request were rejected.
+
+    ``more``: so many times as many seeds.
+    """
     made, prompt, seeds = case(drafter)
+    seeds *= more
     size = made.vocab_size
     first, pairs, rejected = np.zeros(size), np.zeros((size, size)), 0
     for seed in range(seeds):
@@ -110,7 +114,7 @@ def test_the_same_test_rejects_a_wrong_residual(monkeypatch: pytest.MonkeyPatch)
     """Negative control: replacing a rejected token by a draw from the target is a common mistake."""
     monkeypatch.setattr(verification, "residual", lambda p, q: p)
     law = exact_law("model", SamplingParams())
-    first, pairs, _ = sample("model", Knobs.lossless(2))
+    first, pairs, _ = sample("model", Knobs.lossless(2), more=2)
     assert min(chi_square_p(first, law[0]), chi_square_p(pairs, law[1])) < REJECTED
 
 

@@ -26,10 +26,11 @@ from storage.records import ACCEPTED, EXAMINED, PINNED, TOUCH, TokenBlock
 from tests.decoding import EOS, Rounds, engine, pair, prompts, run, tiny
 
 LENIENT = Knobs(g=4, rule="token_v3", theta=0.8)
+CAP = 60  # tokens of most requests here; an answer has 40 to 70
 
 
 def coupled(prompt: list[int], seed: int, **changes: Any) -> Completion:
-    return run(engine(), prompt, replace(LENIENT, **changes), seed=seed)
+    return run(engine(), prompt, replace(LENIENT, **changes), seed=seed, max_tokens=CAP)
 
 
 # -- one request -------------------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_a_model_drafting_for_itself_is_always_accepted(g: int) -> None:
 def test_speculative_is_plain_greedy_and_coarse_rounding_shows_only_at_near_ties() -> None:
     """50 prompts. fp32: identical. bf16: the first difference, if any, is where the best two nearly tie."""
     margins = []
-    params = SamplingParams(temperature=0.0, max_tokens=14)
+    params = SamplingParams(temperature=0.0, max_tokens=10)
     half = load_pair(torch.bfloat16)
     for decoder, coarse in ((engine(), False), (Engine(half.target, ModelDrafter(half.draft)), True)):
         texts: dict[int, dict[str, list[int]]] = {0: {}, 4: {}}
@@ -434,7 +435,7 @@ def test_an_unknown_rule_is_refused() -> None:
 def test_each_way_to_say_lossless_gives_the_lossless_text(off: dict[str, Any]) -> None:
     for seed, prompt in enumerate(prompts(3)):
         done = coupled(prompt, seed, **off)
-        assert done.token_ids == run(engine(), prompt, Knobs.lossless(4), seed=seed).token_ids
+        assert done.token_ids == run(engine(), prompt, Knobs.lossless(4), seed=seed, max_tokens=CAP).token_ids
         assert done.arm == "untouched" and done.touches == 0 and done.fork_point is None
 
 
@@ -442,7 +443,7 @@ def test_untouched_requests_have_their_lossless_text_and_touched_ones_share_it_u
     arms = set()
     for seed, prompt in enumerate(prompts(8)):
         done = coupled(prompt, seed, rule="forgive", theta=0.08)
-        plain = run(engine(), prompt, Knobs.lossless(4), seed=seed)
+        plain = run(engine(), prompt, Knobs.lossless(4), seed=seed, max_tokens=CAP)
         arms.add(done.arm)
         if done.arm == "untouched":
             assert done.token_ids == plain.token_ids and done.first_touch_at is None
@@ -458,7 +459,7 @@ def test_untouched_requests_have_their_lossless_text_and_touched_ones_share_it_u
 def test_holdback_serves_the_lossless_text() -> None:
     for seed, prompt in enumerate(prompts(4)):
         held = coupled(prompt, seed, holdback=1.0)
-        plain = run(engine(), prompt, Knobs.lossless(4), seed=seed)
+        plain = run(engine(), prompt, Knobs.lossless(4), seed=seed, max_tokens=CAP)
         assert held.arm == "holdback" and held.touches == 1
         assert held.token_ids == plain.token_ids and held.target_passes == plain.target_passes
 
@@ -467,7 +468,7 @@ def test_holdback_serves_the_lossless_text() -> None:
 @pytest.mark.parametrize("rule", ["token_v3", "forgive"])
 def test_the_fork_is_what_the_other_coin_would_have_served(rule: str, explore: float) -> None:
     both = 0
-    for seed, prompt in enumerate(prompts(5)):
+    for seed, prompt in enumerate(prompts(4)):
         changes: dict[str, Any] = {"rule": rule, "theta": 0.8 if rule == "token_v3" else 0.3, "explore": explore}
         lenient, held = (coupled(prompt, seed, holdback=h, **changes) for h in (0.0, 1.0))
         if lenient.arm == "untouched":
@@ -477,7 +478,7 @@ def test_the_fork_is_what_the_other_coin_would_have_served(rule: str, explore: f
         assert of_lenient.token_ids == held.token_ids and of_lenient.finish_reason == held.finish_reason
         assert of_held.token_ids == lenient.token_ids and of_held.finish_reason == lenient.finish_reason
         assert of_lenient.touches == of_held.touches == lenient.touches
-    assert both >= 3
+    assert both >= 2
 
 
 def test_a_fork_that_ends_at_its_point_runs_no_model() -> None:
@@ -509,7 +510,7 @@ def test_coins_are_fair_and_independent_of_each_other() -> None:
     """Each coin and each pair's correlation within 4 standard errors (chance to fail: 4e-4 in all)."""
     knobs = Knobs(g=4, rule="threshold", theta=1.0, holdback=0.5, fork=0.5, label=0.5)
     two = Engine(tiny(), ModelDrafter(tiny(seed=2)))
-    done = [run(two, list(range(8)), knobs, seed=seed, max_tokens=8) for seed in range(160)]
+    done = [run(two, list(range(8)), knobs, seed=seed, max_tokens=5) for seed in range(140)]
     touched = [c for c in done if c.arm != "untouched"]
     tosses = np.array([(c.arm == "holdback", c.fork_drawn, c.label_drawn) for c in touched], float)
     assert len(touched) > 80
@@ -530,11 +531,13 @@ def test_a_pinned_request_is_lossless_and_says_so() -> None:
 
 @pytest.fixture(scope="module")
 def observed() -> tuple[list[Completion], list[Rounds]]:
-    """Eight requests, half of them held back at their first touch."""
+    """Six requests, half of them held back at their first touch."""
     done, traces = [], []
-    for seed, prompt in enumerate(prompts(8)):
+    for seed, prompt in enumerate(prompts(6)):
         traces.append(Rounds())
-        done.append(run(engine(), prompt, replace(LENIENT, holdback=float(seed % 2)), traces[-1], seed=seed))
+        done.append(
+            run(engine(), prompt, replace(LENIENT, holdback=float(seed % 2)), traces[-1], seed=seed, max_tokens=CAP)
+        )
     return done, traces
 
 

@@ -98,8 +98,8 @@ def test_a_lenient_knob_is_told_apart_from_strict() -> None:
     """Negative control of the test above."""
     for strategy in CASCADES:
         knobs = knobs_of(strategy, 1.0)
-        texts = [answer(strategy, prompts(8)[i], knobs, temperature=0.0, seed=i).token_ids for i in range(2)]
-        assert texts != [reference(i) for i in range(2)], strategy
+        texts = [answer(strategy, prompts(8)[i], knobs, temperature=0.0, max_tokens=30).token_ids for i in range(2)]
+        assert texts != [reference(i)[:30] for i in range(2)], strategy
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -117,8 +117,8 @@ def test_fully_lenient_answers_are_the_draft_s_own(strategy: str, temperature: f
 @pytest.mark.parametrize("strategy", CASCADES)
 def test_knob_zero_is_exact_speculative_decoding_from_the_same_seed(strategy: str) -> None:
     for i in range(1):
-        done = answer(strategy, prompts(8)[i], knobs_of(strategy, 0.0), seed=i)
-        assert done.token_ids == run(engine(), prompts(8)[i], Knobs.lossless(4), seed=i).token_ids
+        done = answer(strategy, prompts(8)[i], knobs_of(strategy, 0.0), seed=i, max_tokens=40)
+        assert done.token_ids == run(engine(), prompts(8)[i], Knobs.lossless(4), seed=i, max_tokens=40).token_ids
 
 
 @pytest.mark.parametrize("strategy", ["draft_only", *CASCADES])
@@ -131,8 +131,8 @@ def test_nothing_is_believed_without_leave(strategy: str) -> None:
         (replace(lenient, rho=0.0), {}),
         (lenient, {"logprobs": 1}),
     ):
-        done = answer(strategy, prompt, knobs, temperature=0.0, **asked)
-        assert done.token_ids == reference(0) and done.arm == "untouched"
+        done = answer(strategy, prompt, knobs, temperature=0.0, max_tokens=30, **asked)
+        assert done.token_ids == reference(0)[:30] and done.arm == "untouched"
         assert (done.logprobs is not None) == ("logprobs" in asked)
 
 
@@ -146,7 +146,7 @@ def test_a_lease_that_ends_while_the_draft_runs_is_respected() -> None:
 def test_the_mixing_weight_is_the_share_of_answers_that_may_be_believed() -> None:
     """200 coins at one half: outside 70..130 with a chance of 2e-5."""
     knobs = knobs_of("draft_only", 1.0, rho=0.5)
-    arms = [answer("draft_only", prompts(1)[0], knobs, seed=i, max_tokens=1).arm for i in range(200)]
+    arms = [answer("draft_only", prompts(1)[0][:6], knobs, seed=i, max_tokens=1).arm for i in range(200)]
     assert 70 <= arms.count("lenient") <= 130 and arms.count("untouched") == 200 - arms.count("lenient")
 
 
@@ -188,7 +188,7 @@ EVERY = [
 @pytest.mark.parametrize(("strategy", "rule"), EVERY)
 def test_a_fork_is_what_the_other_coin_would_have_served(strategy: str, rule: str) -> None:
     touched = 0
-    for i in range(3):
+    for i in range(2):
         knobs = Knobs(g=4, rule=rule, theta=HALFWAY.get(rule, 1.0), fork=1.0, label=1.0)
         served = answer(strategy, prompts(8)[i], knobs, seed=i, max_tokens=24)
         held = answer(strategy, prompts(8)[i], replace(knobs, holdback=1.0), seed=i, max_tokens=24)
@@ -203,24 +203,24 @@ def test_a_fork_is_what_the_other_coin_would_have_served(strategy: str, rule: st
         assert lenient.token_ids == served.token_ids and lenient.touches == served.touches == exact.touches
         assert exact.token_ids == held.token_ids and exact.finish_reason == held.finish_reason
         assert exact.target_passes > 0
-    assert touched >= 2
+    assert touched >= 1
 
 
 @pytest.mark.parametrize("strategy", ["sequence_cascade", "speculative_sequence_cascade"])
 def test_held_answers_are_those_of_a_strategy_that_never_believes(strategy: str) -> None:
     """So whether somebody looked at the draft's confidence makes no difference to what the target says."""
     for i in range(2):
-        held = answer(strategy, prompts(8)[i], knobs_of(strategy, 1.0, holdback=1.0), seed=i)
-        strict = answer(strategy, prompts(8)[i], knobs_of(strategy, ALMOST_NEVER), seed=i)
+        held = answer(strategy, prompts(8)[i], knobs_of(strategy, 1.0, holdback=1.0), seed=i, max_tokens=30)
+        strict = answer(strategy, prompts(8)[i], knobs_of(strategy, ALMOST_NEVER), seed=i, max_tokens=30)
         assert held.arm == "holdback" and held.token_ids == strict.token_ids
-    assert held.token_ids != drafted(1, 1.0)
+    assert held.token_ids != drafted(1, 1.0)[:30]
 
 
 def test_a_token_cascade_is_its_strict_self_up_to_the_first_touch() -> None:
     for i in range(2):
         prompt = prompts(8)[i]
-        done = answer("token_cascade", prompt, knobs_of("token_cascade", HALFWAY["chow"]), seed=i)
-        strict = answer("token_cascade", prompt, knobs_of("token_cascade", ALMOST_NEVER), seed=i)
+        done = answer("token_cascade", prompt, knobs_of("token_cascade", HALFWAY["chow"]), seed=i, max_tokens=30)
+        strict = answer("token_cascade", prompt, knobs_of("token_cascade", ALMOST_NEVER), seed=i, max_tokens=30)
         assert done.fork_point is not None
         first = len(done.fork_point.token_ids)  # nothing was asked of the target there
         assert done.token_ids[:first] == strict.token_ids[:first] == done.fork_point.token_ids
@@ -238,9 +238,9 @@ def test_an_oracle_touches_only_where_the_lossless_outcome_differs() -> None:
 def test_bild_touches_are_steps_whose_lossless_outcome_differs() -> None:
     """With the target as its own draft everything is lossless, unless it is rolled back."""
     twins = Models(pair().target, ModelDrafter(pair().target), eos_ids=[EOS])
-    easy = answer("bild", prompts(8)[0], knobs_of("bild", 1.0), twins, seed=3)
+    easy = answer("bild", prompts(8)[0], knobs_of("bild", 1.0), twins, seed=3, max_tokens=24)
     assert easy.touches == 0 and easy.accepted == easy.drafted > 0
-    strict = answer(Bild(fallback=0.0), prompts(8)[0], knobs_of("bild", 0.5), twins, seed=3)
+    strict = answer(Bild(fallback=0.0), prompts(8)[0], knobs_of("bild", 0.5), twins, seed=3, max_tokens=24)
     assert strict.accepted < strict.drafted
 
 
@@ -258,8 +258,8 @@ def test_reading_the_prompt_meanwhile_costs_a_pass_and_changes_nothing() -> None
     early = SequenceCascade("early", verifies=True, prefill=True)
     knobs = knobs_of("speculative_sequence_cascade", ALMOST_NEVER)
     for i in range(2):
-        one = answer(early, prompts(8)[i], knobs, seed=i)
-        other = answer("speculative_sequence_cascade", prompts(8)[i], knobs, seed=i)
+        one = answer(early, prompts(8)[i], knobs, seed=i, max_tokens=30)
+        other = answer("speculative_sequence_cascade", prompts(8)[i], knobs, seed=i, max_tokens=30)
         assert one.token_ids == other.token_ids and one.target_passes == other.target_passes + 1
     believed = answer(early, prompts(8)[0], replace(knobs, theta=1.0))
     assert believed.target_passes == 1  # it was read for nothing
@@ -280,9 +280,9 @@ def test_rounds_are_told_only_where_the_engine_decodes() -> None:
     """Rounds behind a confidence test are selected by it, and would bias estimates of acceptance."""
     for strategy in CASCADES:
         rounds = Rounds()
-        answer(strategy, prompts(8)[0], knobs_of(strategy, 0.5), observer=rounds)
+        answer(strategy, prompts(8)[0], knobs_of(strategy, 0.5), observer=rounds, max_tokens=12)
         assert not rounds
-        answer(strategy, prompts(8)[0], knobs_of(strategy, 0.0), observer=rounds)
+        answer(strategy, prompts(8)[0], knobs_of(strategy, 0.0), observer=rounds, max_tokens=12)
         assert rounds and all(t.knobs.rule == "lossless" for t in rounds)
 
 
@@ -327,8 +327,8 @@ class Nowhere:
 
 @pytest.mark.parametrize(("strategy", "rule"), EVERY)
 def test_structured_spans_are_lossless(strategy: str, rule: str) -> None:
-    done = answer(strategy, prompts(8)[0], Knobs(4, rule, 1.0), temperature=0.0, spans=Nowhere())
-    assert done.touches == 0 and done.arm == "untouched" and done.token_ids == reference(0)
+    done = answer(strategy, prompts(8)[0], Knobs(4, rule, 1.0), temperature=0.0, spans=Nowhere(), max_tokens=30)
+    assert done.touches == 0 and done.arm == "untouched" and done.token_ids == reference(0)[:30]
     sampled = answer(strategy, prompts(8)[0], Knobs(4, rule, 1.0), max_tokens=16, spans=Nowhere())
     assert sampled.touches == 0 and sampled.arm == "untouched"
 

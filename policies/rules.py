@@ -174,6 +174,16 @@ def _token_v3(s: Scalars, theta: Array, a0: Array) -> Array:
     return _certain(s.target_prob_raw >= (1 - theta) * s.target_max_raw, a0)
 
 
+def confidence_threshold(theta: float) -> float:
+    """The confidence from which a cascade believes a whole draft answer at the knob ``theta`` in [0, 1]."""
+    return 1.0 - theta
+
+
+def theta_of_confidence(threshold: float) -> float:
+    """The knob at which answers of this confidence are just believed; 0 above every confidence."""
+    return min(1.0, max(0.0, 1.0 - threshold))
+
+
 def namespace(a: Array) -> Any:
     """The module (numpy or torch) that ``a`` belongs to; torch is never imported here, only looked up."""
     name = "torch" if type(a).__module__.partition(".")[0] == "torch" else "numpy"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from decoder.forks import ForkRun
+from decoder.knobs import LeaseReader
 from decoder.lane import Lane
 from decoder.request import Completion, Knobs, Request
 from decoder.sampling import SamplingParams
 from decoder.strategies import STRATEGIES, Models, StrategyCompletion, fork_steps, usable
+from decoder.telemetry import TelemetrySender
+from decoder.worker import Task, Worker
+from storage.records import ForkRecord, KnobRow, Lease, RequestRecord
 from tests.decoding import engine, prompts
+from tests.support_serving import Leases, Stream
 
 LENIENT = {name: Knobs(g=4, rule=(s.rules or ("lossless",))[0], theta=0.6) for name, s in STRATEGIES.items()}
 
@@ -108,3 +114,27 @@ def test_what_the_models_can_do_is_listed_with_the_rules_that_work() -> None:
     assert able == {name: strategy.rules for name, strategy in STRATEGIES.items()}
     assert set(ngrams) == {"plain", "speculative"} and "chow" not in ngrams["speculative"]
     assert {"threshold", "token_v3"} <= set(ngrams["speculative"])
+
+
+def test_the_worker_s_own_traffic_follows_the_lease_s_strategy_with_coins_forks_and_confidence() -> None:
+    lease = Lease(
+        pool="p", traffic_class="default", epoch=1, seq=1, policy_revision=1, issued=0.0, ttl=60.0,
+        rule="confidence_min", table=(KnobRow(8, 4, 1.0, 1.0),), strategy="speculative_sequence_cascade",
+        holdback=0.5, fork=1.0, label=1.0,
+    )  # fmt: skip
+    stream, tasks = Stream(), [Task(prompts(8)[i][:20], SamplingParams(max_tokens=12, seed=i)) for i in range(8)]
+    sender = TelemetrySender(stream, "p", "w", "b", start=False)
+    reader = LeaseReader(Leases(lease), "p", able=usable(models()))
+    reader.poll_once()
+    source = SimpleNamespace(next=lambda stop: tasks.pop() if tasks else None)
+    assert Worker(models(), source, sender, reader, pool="p", worker="w", boot="b").run() == 8
+    sender.flush_once()
+    requests = [entry for entry in stream.entries if isinstance(entry, RequestRecord)]
+    forks = {entry.request_id: entry for entry in stream.entries if isinstance(entry, ForkRecord)}
+    assert {r.strategy for r in requests} == {"speculative_sequence_cascade"}
+    assert {r.arm for r in requests} == {"lenient", "holdback"} and {r.rule for r in requests} == {"confidence_min"}
+    for r in requests:
+        assert r.touches == 1 and r.first_touch_at is not None and r.fork_drawn and r.label_drawn
+        assert r.confidence is not None and 0 < r.confidence <= 1 and 0 < r.draft_s <= r.total_s
+        assert forks[r.request_id].done and (r.target_passes == 0) == (r.arm == "lenient")
+        assert (forks[r.request_id].target_passes == 0) == (r.arm == "holdback")

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "ops").rglob("*.md"))]
 PORTS = ("8470", "8000", "6379")
-TIMEOUT_S = 240
+TIMEOUT_S = 540
 
 
 @dataclass(frozen=True)

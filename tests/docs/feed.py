@@ -98,7 +98,7 @@ def spent_pool(directory: Path, redis_url: str) -> Iterator[dict[str, str]]:
     client = connect(redis_url)
     try:
         spend(url, StreamWriter(client, POOL), LeaseStore(client), directory / "log")
-        yield {"LENITY_URL": url, "LENITY_TOKEN_FILE": str(directory / "token")}
+        yield {"LENITY_URL": url, "LENITY_TOKEN_FILE": str(directory / "token"), "LENITY_REDIS_URL": redis_url}
     finally:
         process.terminate()
         process.wait(30)

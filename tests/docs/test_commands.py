@@ -16,7 +16,7 @@ from controller.why import ADVICE
 from storage.embedded import EmbeddedServer
 from tests.docs.commands import PAGES, ROOT, Command, console_commands, lenity_lines, play, simple_commands
 from tests.docs.feed import spent_pool
-from tests.support_cli import markdown_rows, parse
+from tests.support_cli import commands, markdown_rows, parse
 
 COMMANDS = [c for page in PAGES for c in console_commands(page)]
 # What a reader's own system has; the others are ours, or are checked below.
@@ -77,6 +77,23 @@ def test_lines_of_ours_outside_of_console_fences_parse() -> None:
                 raise AssertionError(f"{page.relative_to(ROOT)}:{number}: {e}") from e
 
 
+def test_commands_named_in_the_text_exist() -> None:
+    """In spans of code; capitals stand for something of the reader's."""
+    groups = {name.split()[0] for name in commands()} | {"advise"}
+    for page in PAGES:
+        for words in re.findall(r"`lenity ([a-z][^`]*)`", page.read_text()):
+            first, *rest = words.split()
+            assert first in groups, (page.name, words)
+            names = [n for n in commands() if n.split()[0] == first] or [first]
+            if rest and names != [first]:
+                assert any(n.split()[1] in re.split(r"\W+", rest[0]) for n in names), (page.name, words)
+            flags = set(re.findall(r"--[a-z][a-z-]+", words)) - {"--help", "--install-completion"}
+            known = {
+                o for n in names if n in commands() for p in commands()[n].params for o in (*p.opts, *p.secondary_opts)
+            }
+            assert flags <= known, (page.name, words)
+
+
 def test_a_command_with_a_fault_is_noticed() -> None:
     """Negative control, for each kind."""
     for line in ("lenity controller --polcy x", "make demmo", "pip install '.[wroker]'", "docker compose -f nowhere up",
@@ -94,6 +111,7 @@ def test_commands_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Pat
     play([c for c in COMMANDS if c.page == page and c.played], tmp_path)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.peer("redis-server")
 @pytest.mark.peer("curl")
 def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
@@ -101,6 +119,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
     play([c for c in COMMANDS if c.page.name == "tutorial.md" and c.played], tmp_path)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.peer("curl")
 def test_the_on_call_page_answers_for_a_pool_whose_budget_is_spent(tmp_path: Path, valkey: EmbeddedServer) -> None:
     """Against a controller that was fed answers which leniency ruined."""

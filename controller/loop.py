@@ -3,8 +3,9 @@
     policy edits -> telemetry in -> orders -> for each class: estimate, govern, solve -> save -> lease -> acknowledge
 
 Saving comes before leasing. Every few seconds the state is saved too, in one transaction with the stream position that
-it has seen; after a crash the entries since then come again and nothing is counted twice. When the database is away or slow the loop goes on from memory (`controller.saver`); when the stream is away no
-lease can be renewed and the workers turn lossless by themselves.
+it has seen; after a crash the entries since then come again and nothing is counted twice. When the database is away or
+slow the loop goes on from memory (`controller.saver`); when the stream is away no lease can be renewed and the workers
+turn lossless by themselves.
 """
 
 from __future__ import annotations

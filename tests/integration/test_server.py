@@ -156,6 +156,22 @@ def test_logprobs_are_those_of_the_tokens_in_the_text(site):
     assert all(len(t.top_logprobs) == 2 and bytes(t.bytes).decode() == t.token for t in content)
 
 
+@pytest.mark.parametrize("stop", [None, "has"])
+def test_streamed_logprobs_come_with_the_parts_they_belong_to(site, stop):
+    whole = complete(site, logprobs=1, stop=stop).choices[0]
+    parts = [p.choices[0] for p in complete(site, logprobs=1, stop=stop, stream=True)]
+    with_them = [p for p in parts if p.logprobs is not None]
+    assert [t for p in with_them for t in p.logprobs.tokens] == whole.logprobs.tokens
+    assert [v for p in with_them for v in p.logprobs.token_logprobs] == whole.logprobs.token_logprobs
+    assert [at for p in with_them for at in p.logprobs.text_offset] == whole.logprobs.text_offset
+    shown = 0
+    for p in parts:
+        offsets = p.logprobs.text_offset if p.logprobs is not None else []
+        shown += len(p.text)
+        assert all(shown - len(p.text) <= at <= shown for at in offsets)  # the end token begins where the text ends
+    assert len(with_them) > 3
+
+
 def test_a_banned_token_never_comes_out(site):
     free = complete(site)
     banned = complete(site, logit_bias=NEVER_ENDS, max_tokens=100)

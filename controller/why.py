@@ -54,7 +54,7 @@ def explain(pool: str, view: ClassView, decision: Mapping[str, Any] | None, now:
     """Why ``view`` is as it is; ``decision`` is a row of `History.decisions`, None where the history cannot be read."""
     mode = "plain" if view.g == 0 else "lossless" if view.theta == 0 or view.rho == 0 else "lenient"
     headline = f"{pool} / {view.traffic_class} decodes {mode}: {view.state}, {_words(view.reason)}."
-    sentences = [view.explanation, _budget(view)]
+    sentences = [view.explanation, _order(view), _budget(view)]
     if view.max_loss > 0:
         sentences.append(_allowed(view))
     sentences.append(_knobs(view))
@@ -76,6 +76,13 @@ def explain(pool: str, view: ClassView, decision: Mapping[str, Any] | None, now:
 
 def _words(reason: str) -> str:
     return reason.replace("_", " ")
+
+
+def _order(v: ClassView) -> str:
+    """An operator's order where something else is the first reason."""
+    if v.override is None or v.reason in ("frozen", "forced_lossless"):
+        return ""
+    return f"Besides, {v.override_who} ordered {v.override}: {v.override_why}."
 
 
 def _budget(v: ClassView) -> str:
@@ -128,4 +135,6 @@ def _returns(v: ClassView, policy: Mapping[str, Any], now: float) -> str | None:
         window = format_duration(v.window_s) if v.window_s > 0 else "the window"
         least = "enough of the budget" if share is None else f"{share:.1%} of the budget"
         sentences.append(f"When {least} is left again, as old requests leave the window; after {window} at the latest.")
+    if v.override == "lossless":
+        sentences.append("Besides, an operator has to resume it.")
     return " ".join(sentences)

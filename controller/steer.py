@@ -12,7 +12,7 @@ import numpy as np
 from controller.contest import Contest, Verdict
 from controller.costs import CostModel, buckets_of
 from controller.curve import Curve
-from controller.detect import Alarm, Watch
+from controller.detect import REQUESTS_RUN_LENGTH, Alarm, Detector, Watch
 from controller.estimate import CurveEstimator
 from controller.goals import Goals
 from controller.governor import Allowance
@@ -79,6 +79,7 @@ class ClassSteer:
         self.decision: Decision | None = None
         self.totals: dict[str, float] = {}
         self._arms: OrderedDict[str, str] = OrderedDict()
+        self._tried: OrderedDict[str, None] = OrderedDict()  # requests under another rule than the leased one
         self.watch = Watch()
         self._recent: deque[TokenBlock] = deque()
         self._learned = False  # whether there were ever enough rounds to solve from
@@ -178,6 +179,10 @@ class ClassSteer:
         self._arms[record.request_id] = record.arm
         while len(self._arms) > _KEPT_ARMS:
             self._arms.popitem(last=False)
+        if record.rule != self.rule:
+            self._tried[record.request_id] = None
+            while len(self._tried) > _KEPT_ARMS:
+                self._tried.popitem(last=False)
         self.meter.add(now, requests=1.0, touches=float(record.touches), touched=float(record.touches > 0))
         self.meter.add(now, request_s=record.total_s, first_token_s=record.first_token_s)
         self._count(
@@ -227,7 +232,7 @@ class ClassSteer:
             self.meter.add(now, lenient_score=score.score, lenient_labels=1.0)
         if lossless:
             self.meter.add(now, lossless_score=score.score, lossless_labels=1.0)
-        if arm != "untouched":
+        if arm != "untouched" and score.request_id not in self._tried:
             changed = self._pair(score.request_id, -score.score if lenient else score.score)
             if changed is not None:
                 self.governor.alarm(changed.before, changed.since, now)
@@ -261,6 +266,7 @@ class ClassSteer:
                 raise SolveError("too few rounds measured")
             if enough:
                 x, verdict = self._compete(x, allowance, now)
+                allowance = self.allowance or allowance
             solved = solve_for(x)
             self._table = knobs_of(x, solved)
             self._held = {row.batch: row.g for row in self._table}
@@ -347,6 +353,8 @@ class ClassSteer:
         verdict = self.contest.decide(self.governor, self.policy.rules, allowance, pace, now)
         if verdict.reason == "rule_switched" and self._rival is not None:
             self.rule, self.estimator, self._rival = self.governor.rule, self._rival, None
+            self._half_pairs.clear()  # what another rule's pairs lost is no news about this one
+            self.watch.detectors["quality"] = Detector("quality", REQUESTS_RUN_LENGTH)
             self.allowance = allowance = self.governor.decide(now)
             self.curve = Traced.of(self.estimator.curve())
             return replace(
@@ -443,6 +451,7 @@ class ClassSteer:
             "held": [[rows, g] for rows, g in self._held.items()],
             "watch": self.watch.to_state(),
             "learned": self._learned,
+            "tried": list(self._tried),
             "half_pairs": list(self._half_pairs.items()),
             "since_plain": self._since_plain,
             "buckets": sorted(self._buckets),
@@ -485,6 +494,7 @@ class ClassSteer:
         if "watch" in state:
             self.watch = Watch.from_state(state["watch"])
             self._half_pairs.update(state["half_pairs"])
+            self._tried.update(dict.fromkeys(state.get("tried", ())))
             self._since_plain, self._buckets = state["since_plain"], set(state["buckets"])
             self._widest = int(state.get("widest", 1))
         return self

@@ -18,12 +18,12 @@ worker=$(random)
 database=$(random)
 operator=$(random)
 
-# Users of the stream server. Workers append telemetry and read leases, and cannot write a lease; without a password
-# one can only ask whether the server is alive.
+# Users of the stream server, with the rights of storage/access.py (and for workers what steers the demo's traffic):
+# workers append telemetry and read leases, and cannot write a lease. Without a password one can only ask for life signs.
 cat >"$directory/valkey_users" <<ACL
 user default on nopass resetkeys resetchannels -@all +ping
-user controller on #$(digest "$controller") resetchannels ~lenity:* -@all +@read +@write +@stream +@scripting +@transaction +@connection -@dangerous +info
-user worker on #$(digest "$worker") resetchannels %W~lenity:*:telemetry %R~lenity:*:lease:* %R~lenity:*:demo -@all +xadd +get +pttl +hgetall +multi +exec +@connection
+user controller on #$(digest "$controller") resetkeys resetchannels -@all ~lenity:* +xadd +xreadgroup +xack +xclaim +xpending +xrange +xtrim +xgroup|create +xgroup|delconsumer +xinfo|stream +xinfo|groups +xinfo|consumers +eval +get +set +del +pttl +pexpire +hmget +hset +zadd +zrange +zrem +zremrangebyscore +time +multi +exec +ping +select +client|setname
+user worker on #$(digest "$worker") resetkeys resetchannels -@all %W~lenity:*:telemetry %R~lenity:*:lease:* +xadd +get +pttl +multi +exec +ping +select +client|setname %R~lenity:*:demo +hgetall
 ACL
 
 printf 'redis://controller:%s@valkey:6379/0\n' "$controller" >"$directory/redis_url_controller"

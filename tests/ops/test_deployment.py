@@ -26,6 +26,7 @@ import yaml
 from controller.auth import parse_tokens
 from policies.load import parse_policy
 from policies.reload import PolicySet
+from storage.access import ACL_RULES
 from storage.embedded import EmbeddedServer
 from storage.records import from_fields
 from storage.stream import LeaseStore, StreamReader, StreamWriter, connect
@@ -257,6 +258,8 @@ def test_stream_users_can_do_their_work_and_workers_cannot_write_leases(secrets:
     """The users of the compose file on a real server, over everything that either side does."""
     admin = connect(valkey.url)
     lines = (secrets / "valkey_users").read_text().splitlines()
+    for name in ("controller", "worker"):
+        assert any(line.startswith(f"user {name} on #") and ACL_RULES[name] in line for line in lines)
     pool = "acl"
     try:
         for line in lines:

@@ -26,11 +26,11 @@ block: {max: 8}
 SCENARIO = """\
 about: An ordinary pool with a scorer, whose loss per touch rises late in the hour
 duration: 1h
-tick: 30s
-ttl: 90s
+tick: 15s
+ttl: 45s
 plant:
-  rate: 1.2
-  kinds: {chat: {tokens: 80, acceptance: 0.75}}
+  rate: 4
+  kinds: {chat: {tokens: 60, acceptance: 0.7}}
   quality: {loss_per_touch: LOSS}
 policy:
 """

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from controller.commands.backtest import policy_backtest
 from controller.commands.client import REFUSED, PoolArgument, TokenFileOption, fail, get, token_from
 from controller.commands.common import DEFAULT_DATABASE, DatabaseOption, JsonOption, errors, print_json
 from policies.errors import PolicyError
@@ -178,6 +179,9 @@ def policy_rollback(
             raise fail(f"{path} is not on this machine; run this where the policy file is, or give --file", REFUSED)
         write_policy(path, text)
     typer.echo(f"{path}: revision {row['revision']} of {row['time']:%Y-%m-%d %H:%M} UTC is back")
+
+
+policy_app.command("backtest")(policy_backtest)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ CLASS = ClassView(
     burn={"1h": 3.5},
     burn_lower={"1h": 0.02},
     override="freeze",
-    lease=Lease("demo", "default", 3, 17, 4, 1.7e9, 10.0, "token_v3", (KnobRow(1, 5, 0.4, 1.0),), holdback=0.1, fork=0.5),
+    lease=Lease(
+        "demo", "default", 3, 17, 4, 1.7e9, 10.0, "token_v3", (KnobRow(1, 5, 0.4, 1.0),), holdback=0.1, fork=0.5
+    ),
     alerts=(AlertView(name="burn 1h/5m", firing=True, detail="3.5 times the plan"),),
     labels_needed=40,
     counters={

@@ -30,7 +30,7 @@ def run(*args: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    return play(12)
+    return play(7)
 
 
 @pytest.fixture

@@ -388,6 +388,19 @@ def test_every_variable_in_a_deployment_file_is_documented() -> None:
                 assert {name, name.removesuffix("_FILE")} & documented, (path.name, name)
 
 
+def test_every_file_of_ours_in_a_deployment_file_is_documented() -> None:
+    """By its path, or its directory and its name, on the configuration page."""
+    page = CONFIGURATION.read_text()
+    for path in OPS.rglob("*"):
+        if path.is_file() and path.suffix in (".yaml", ".service", ".Dockerfile"):
+            for name in re.findall(
+                r"(?:/etc/lenity|/run/secrets|/srv/models|/var/lib/lenity)[\w/.-]*", path.read_text()
+            ):
+                file = Path(name.rstrip("."))
+                where = f"`{file}`" in page or (f"`{file.parent}`" in page and f"`{file.name}`" in page)
+                assert where or file.suffix == ".db", (path.name, name)
+
+
 def test_deployed_policies_are_good() -> None:
     """Those of the compose file and of the ConfigMap."""
     policies = PolicySet([OPS / "compose" / "policies"])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from storage.errors import SampleError
+from storage.errors import SampleError, StorageError
 from storage.records import ForkRecord, QualityScore, Record, RequestRecord, TokenBlock, from_fields
 from storage.stream import newer_id
 
@@ -35,7 +35,7 @@ class Source(Protocol):
 @dataclass
 class Batch:
     """What one drain brought: records in stream order with the entries they were, the ids to acknowledge once they are
-    saved (duplicates too), and counts."""
+    saved (duplicates too), counts, and what ended it early."""
 
     records: list[Record] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
@@ -44,6 +44,7 @@ class Batch:
     duplicates: int = 0
     dead: list[str] = field(default_factory=list)
     gaps: int = 0
+    trouble: str | None = None
 
 
 class Boot:
@@ -133,12 +134,19 @@ class Deduplicator:
 def drain(source: Source, seen: Deduplicator, pool: str, *, limit: int = 5000) -> Batch:
     """Read what is waiting (at most `limit` entries), check it, drop duplicates, set bad entries aside.
 
-    Raises StorageError when the stream cannot be read; nothing is lost then, the entries stay pending.
+    A stream that goes away meanwhile ends the batch: what was read before counts, since it will not be given out again.
+    Raises StorageError when nothing could be read.
     """
     batch = Batch()
     gaps = seen.gaps
     while len(batch.ids) + len(batch.dead) < limit:
-        entries = source.read(max_entries=min(1000, limit))
+        try:
+            entries = source.read(max_entries=min(1000, limit))
+        except StorageError as e:
+            if not batch.ids and not batch.dead:
+                raise
+            batch.trouble = str(e)
+            break
         batch.dead += source.set_aside
         source.set_aside.clear()
         for entry_id, fields in entries:
@@ -148,8 +156,11 @@ def drain(source: Source, seen: Deduplicator, pool: str, *, limit: int = 5000) -
                 if record.pool != pool:
                     raise SampleError(f"entry of pool {record.pool!r} on the stream of {pool!r}")
             except SampleError as e:
-                source.dead_letter(entry_id, fields, str(e))
                 batch.dead.append(str(e))
+                try:
+                    source.dead_letter(entry_id, fields, str(e))
+                except StorageError as away:
+                    batch.trouble = str(away)
                 continue
             batch.ids.append(entry_id)
             if seen.is_new(record):

@@ -231,6 +231,8 @@ class PoolLoop:
         except StorageError as e:
             self.degraded["stream"] = f"stream unreachable: {e}"
             return
+        if batch.trouble is not None:
+            self.degraded["stream"] = f"stream unreachable: {batch.trouble}"
         self.dead_letters += len(batch.dead)
         for reason in batch.dead[:5]:
             log.warning("entry set aside", pool=self.pool, reason=reason)

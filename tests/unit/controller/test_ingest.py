@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from controller.ingest import Deduplicator, by_kind, drain
+from storage.errors import StorageError
 from storage.records import QualityScore, RequestRecord, TokenBlock, to_fields
 
 
@@ -83,6 +85,28 @@ def test_entries_to_be_careful_with_are_alone_in_a_drain() -> None:
     batch = drain(source, Deduplicator(), "p")
     assert batch.ids == ["1-0"]
     assert batch.dead == ["it killed the reader"]
+
+
+def test_what_was_read_before_the_stream_went_away_counts() -> None:
+    """It is marked as seen and will not be given out again; only a drain that read nothing fails."""
+    away = StorageError("connection reset")
+
+    class Dying(ListSource):
+        def read(self, max_entries: int = 100, block_ms: int = 0) -> list[tuple[str, dict[bytes, bytes]]]:
+            if not self.batches:
+                raise away
+            return self.batches.pop(0)
+
+        def dead_letter(self, entry_id: str, fields: Mapping[bytes, bytes], reason: str) -> None:
+            raise away
+
+    batch = drain(
+        Dying([("1-0", to_fields(block(1))), ("2-0", {b"x": b"y"}), ("3-0", to_fields(block(2)))]), Deduplicator(), "p"
+    )
+    assert [r.seq for r in by_kind(batch.records)[0]] == [1, 2]
+    assert (batch.ids, batch.last_id, batch.trouble) == (["1-0", "3-0"], "3-0", "connection reset")
+    with pytest.raises(StorageError):
+        drain(Dying(), Deduplicator(), "p")
 
 
 def test_bad_entries_are_set_aside_and_good_ones_flow() -> None:

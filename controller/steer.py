@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Self
 
@@ -11,25 +11,18 @@ import numpy as np
 
 from controller.contest import Contest, Verdict
 from controller.costs import CostModel, buckets_of
-from controller.curve import Curve
-from controller.detect import REQUESTS_RUN_LENGTH, Alarm, Detector, Watch
+from controller.detect import Alarm, Watch
 from controller.estimate import CurveEstimator
 from controller.goals import Goals
-from controller.governor import Allowance
+from controller.leasing import LEARNING_ROUNDS, Leasing
 from controller.meter import Meter
 from controller.replay import (
     Fence,
-    Inputs,
-    Seconds,
-    Traced,
-    TrialInputs,
     knobs_of,
     lease_of,
-    limits_of,
     pack,
     solve_for,
 )
-from controller.solve import Solution, plan_for
 from controller.view import Wanted
 from policies.errors import SolveError
 from policies.model import ClassPolicy
@@ -39,55 +32,33 @@ from storage.records import (
     Decision,
     ForkRecord,
     KnobRow,
-    Lease,
     OperatorAction,
     QualityScore,
     RequestRecord,
     TokenBlock,
 )
 
-LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
 AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
 REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
 KEPT_AFTER_CHANGE = 64.0  # rounds' weight of the past that stays where there is nothing to replay
 COSTS_KEPT = 0.1  # share of the costs' memory that stays when costs have changed
-FIRST_PLAIN = 10  # decisions from when there is enough to solve from to the first such interval
-PLAIN_ROUNDS = 4.0  # plain rounds remembered, below which one interval is decoded plainly
 _KEPT_ARMS = 5_000
 
-__all__ = ["ClassSteer", "Fence", "kept_at_age", "sentence"]
+__all__ = ["LEARNING_ROUNDS", "ClassSteer", "Fence", "kept_at_age", "sentence"]
 
 
-class ClassSteer:
+class ClassSteer(Leasing):
     """Everything the controller knows about one (pool, class), and the decision it takes each tick."""
 
     def __init__(self, policy: ClassPolicy, costs: CostModel, *, half_life_rounds: float, meter_s: float = 10.0):
-        self.policy, self.costs = policy, costs
-        self._half_life_rounds = half_life_rounds
-        self.rule = policy.rules[0]
-        self.estimator = CurveEstimator(self.rule, policy.g_max, half_life_rounds=half_life_rounds)
-        self.governor = Goals(policy, self.rule)
+        super().__init__(policy, costs, half_life_rounds)
         self.meter = Meter(meter_s)
-        self.contest = Contest()
-        self._rival: CurveEstimator | None = None  # of the rule on trial
-        self.solution: Solution | None = None
-        self.trial_solution: Solution | None = None
-        self.curve: Curve | None = None  # what the last decision solved on
-        self._table: tuple[KnobRow, ...] | None = None  # of the last decision, without plain intervals
-        self._held: dict[int, int] = {}  # block length in use, by batch bucket
-        self.allowance: Allowance | None = None
         self.decision: Decision | None = None
         self.totals: dict[str, float] = {}
         self._arms: OrderedDict[str, str] = OrderedDict()
         self._tried: OrderedDict[str, None] = OrderedDict()  # requests under another rule than the leased one
-        self.watch = Watch()
-        self._recent: deque[TokenBlock] = deque()
         self._learned = False  # whether there were ever enough rounds to solve from
         self._alarms: list[Alarm] = []  # since the last decision
-        self._half_pairs: OrderedDict[str, float] = OrderedDict()  # signed score of the branch that came first
-        self._since_plain: float | None = None  # decisions since the last interval of plain decoding; None: none yet
-        self._buckets: set[int] = set()  # batch buckets of the rounds since the last decision
-        self._widest = 1  # the largest of them when there were any
 
     def set_policy(self, policy: ClassPolicy, now: float) -> None:
         """Obey a new revision. Another first rule, or the end of the one in use, leases the first; that, or another
@@ -304,108 +275,6 @@ class ClassSteer:
             counterfactual=self._counterfactual(),
         )
         return self.decision
-
-    def _inputs(self, allowance: Allowance, now: float, fence: Fence, *, learnt: bool, solvable: bool) -> Inputs:
-        """Everything the lease rests on. Sets `curve` to the one that is solved."""
-        seconds: dict[int, Seconds] = {}
-        self.curve = None
-        if solvable:
-            self.curve = Traced.of(self.estimator.curve())
-            for rows in self.costs.seen_buckets:
-                draft, verify = self.costs.draft_s(rows), self.costs.verify_s(rows)
-                seconds[rows] = tuple(draft.tolist()), tuple(verify.tolist()), float(self.costs.overhead_s(rows))
-        frozen = self.governor.standing.order is not None
-        return Inputs(
-            now=now,
-            fence=fence,
-            pool=self.policy.pool,
-            traffic_class=self.policy.traffic_class,
-            rule=self.rule,
-            limits=limits_of(self.policy),
-            d_allowed=allowance.d_allowed,
-            holdback=allowance.holdback,
-            fork=allowance.fork,
-            label=allowance.label,
-            learnt=learnt,
-            curve=self.curve,
-            seconds=seconds,
-            held=dict(self._held),
-            widest=self._widest,
-            strategy=self.policy.strategies[0],
-            frozen=self._table if frozen else None,
-        )
-
-    def _compete(self, x: Inputs, allowance: Allowance, now: float) -> tuple[Inputs, Verdict]:
-        """Let another rule be tried or take over; the inputs that go with what came of it."""
-        if len(self.policy.rules) < 2:
-            return x, Verdict()
-
-        def pace(rule: str, d_allowed: float) -> float | None:
-            estimator = self.estimator if rule == self.rule else self._rival
-            if estimator is None or estimator.rounds_effective < LEARNING_ROUNDS:
-                return None
-            seconds = x.seconds[max(at for at in x.seconds if at <= max(self._widest, min(x.seconds)))]
-            curve = estimator.curve()
-            plan = plan_for(curve, d_allowed=d_allowed, max_theta=x.limits["max_theta"], g_max=x.limits["g_max"])
-            return plan.pick(*seconds).seconds_per_token
-
-        before = self.contest.trial
-        verdict = self.contest.decide(self.governor, self.policy.rules, allowance, pace, now)
-        if verdict.reason == "rule_switched" and self._rival is not None:
-            self.rule, self.estimator, self._rival = self.governor.rule, self._rival, None
-            self._half_pairs.clear()  # what another rule's pairs lost is no news about this one
-            self.watch.detectors["quality"] = Detector("quality", REQUESTS_RUN_LENGTH)
-            self.allowance = allowance = self.governor.decide(now)
-            self.curve = Traced.of(self.estimator.curve())
-            return replace(
-                x, rule=self.rule, d_allowed=allowance.d_allowed, fork=allowance.fork, curve=self.curve
-            ), verdict
-        if verdict.trial is None:
-            self._rival = None
-            return x, verdict
-        if verdict.trial != before or self._rival is None:
-            self._rival = CurveEstimator(verdict.trial, self.policy.g_max, half_life_rounds=self._half_life_rounds)
-            for block in self._recent:
-                self._rival.add(block)
-        if self._rival.rounds_effective < LEARNING_ROUNDS or verdict.tau <= 0:
-            return x, verdict
-        d_allowed, curve = verdict.tau / allowance.mean_length, Traced.of(self._rival.curve())
-        return replace(x, trial=TrialInputs(verdict.share, x.strategy, verdict.trial, d_allowed, curve)), verdict
-
-    def _record(self, lease: Lease, allowance: Allowance) -> None:
-        """Tell the governor what the lease is expected to touch, and the rule on trial in it."""
-        lenient = not lease.lossless and self.solution is not None and any(row.theta for row in lease.table)
-        tau = self._planned_touches(self.solution, allowance.mean_length, allowance.tau_allowed) if lenient else 0.0
-        trial = None
-        if lease.trial is not None:
-            allowed = self.governor.track(lease.trial.rule).tau
-            trial = lease.trial.rule, self._planned_touches(self.trial_solution, allowance.mean_length, allowed)
-        self.governor.leased(lease.epoch, lease.seq, tau, trial)
-
-    def _plain_is_due(self, table: Sequence[KnobRow]) -> set[int]:
-        """The batch buckets to decode plainly for one interval: of those with traffic now, the ones whose plain pass,
-        which drafting is compared with, was not measured for a while. Intervals are the policy's share of exploration
-        at most."""
-        buckets, self._buckets = self._buckets, set()
-        if self.policy.explore == 0:
-            return set()
-        if self._since_plain is None:
-            self._since_plain = 1 / self.policy.explore - FIRST_PLAIN
-        self._since_plain += 1
-        if self._since_plain < 1 / self.policy.explore:
-            return set()
-        due = {row.batch for row in table if row.g > 0 and row.batch in buckets}
-        due = {rows for rows in due if self.costs.narrow_rounds(rows) < PLAIN_ROUNDS}
-        if due:
-            self._since_plain = 0
-        return due
-
-    @staticmethod
-    def _planned_touches(solution: Solution | None, length: float, allowed: float) -> float:
-        """Touches per request that a solution is expected to cause, with the estimate's uncertainty added."""
-        if solution is None or solution.theta == 0:
-            return 0.0
-        return min(solution.touches_per_token_upper * length, allowed)
 
     def _estimates(self) -> dict[str, Any]:
         values: dict[str, Any] = {

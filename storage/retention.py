@@ -35,7 +35,7 @@ class Ages:
     forks, scores and the budget's slices; it must be longer than the longest budget window.
     """
 
-    points: float = DAY
+    points: float = 6 * HOUR
     minutes: float = 7 * DAY
     hours: float = 90 * DAY
     days: float = 3 * 365 * DAY

@@ -24,7 +24,7 @@ _TIMED: dict[Table, str] = {
     tables.alerts: "time",
 }
 # Bytes of a row with its indices, measured on SQLite (bench/history.py). What grows with traffic, and is kept longest.
-_ROW_BYTES: dict[Table, int] = {tables.requests: 600, tables.forks: 300, tables.scores: 400}
+_ROW_BYTES: dict[Table, int] = {tables.requests: 500, tables.forks: 230, tables.scores: 300}
 DAY_S = 86400.0
 
 

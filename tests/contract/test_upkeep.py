@@ -46,7 +46,7 @@ def test_growth_is_what_the_last_day_brought(history: History) -> None:
         epoch = history.claim_epoch(pool, "x", NOW)
         history.save_tick(pool, epoch, NOW - 90_000, requests=[a_request(pool, "old")])
         history.save_tick(pool, epoch, NOW, requests=[a_request(pool)], forks=[a_fork(pool)], scores=[a_score(pool)])
-    assert upkeep.growth(history.database, NOW) == 2 * (600 + 300 + 400)
+    assert upkeep.growth(history.database, NOW) == 2 * (500 + 230 + 300)
 
 
 def test_space_is_given_back(history: History) -> None:

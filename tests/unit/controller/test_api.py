@@ -292,6 +292,8 @@ def test_the_real_history_fits(tmp_path: Path) -> None:
     world = World(board, FakeHistory(), app, ControllerMetrics(CollectorRegistry()))
     body = world.get(f"/v1/pools/demo/series?class=default&since={NOW + 1}&limit=2").json()
     assert (body["time"], body["values"]) == ([NOW + 3, NOW + 4], {"theta": [0.3, 0.4]})
+    means = world.get(f"/v1/pools/demo/series?class=default&step=2&to={NOW + 3}").json()
+    assert (means["time"], means["values"]) == ([NOW, NOW + 2], {"theta": [pytest.approx(0.05), pytest.approx(0.25)]})
     alert = world.get("/v1/pools/demo/alerts?class=default").json()[0]
     assert (alert["time"], alert["name"], alert["firing"]) == (NOW, "burn", True)
     revision = world.get("/v1/pools/demo/policy/revisions").json()[0]

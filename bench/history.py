@@ -60,7 +60,7 @@ class Made:
         detail |= {"unix_time": at, "counterfactual": self._values(["a", "b"])}  # type: ignore[dict-item]
         reason = ("budget_ok", "step_up", "waiting_for_labels")[seq // 40 % 3]
         row = POOL | {"time": at, "epoch": 1, "seq": seq, "policy_revision": 1, "state": "measured", "reason": reason}
-        return row | {"explanation": "x" * 130, "lease": "x" * 730, "detail": detail}
+        return row | {"explanation": "x" * 130, "lease": f'"{"x" * 728}"', "detail": detail}
 
     def request(self, at: float, n: int) -> dict[str, Any]:
         names = {

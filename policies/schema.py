@@ -91,7 +91,9 @@ MEANINGS = {
         "scarce. Costs target passes. 0 gathers no paired evidence; leniency then stays at what is certified "
         "without any."
     ),
-    "evidence.fork_warm": "The least of it once there is enough evidence; more are drawn where the bound needs them.",
+    "evidence.fork_warm": (
+        "The least of it once there is enough evidence. More are drawn where the bound on what was spent needs them."
+    ),
     "evidence.label_deadline": "How long after a touch its score may take. Later it counts as the worst case.",
     "evidence.min_labels": (
         "Labelled requests needed before loss is said to be measured, and before anybody is paged."

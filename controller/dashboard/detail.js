@@ -1,6 +1,6 @@
 // One traffic class in full: state in plain words, speed, budget, knobs, evidence, alerts.
 
-import { NONE, amount, int, one, percent, seconds, small, three, times, two } from "./format.js";
+import { NONE, amount, clock, int, one, percent, seconds, small, three, times, two } from "./format.js";
 import { data, h, list, text } from "./dom.js";
 
 // What each state means, and how it is coloured; unknown states are shown as they are.
@@ -27,12 +27,17 @@ const row = (term, read, hint) => ({ term, read, hint });
 const interval = (e, format) => (e && e.low !== null ? `${format(e.low)} to ${format(e.high)}` : NONE);
 const bound = (e, format) => (e && e.high !== null ? `${format(e.value)}, at most ${format(e.high)}` : NONE);
 
+const trial = (t) => (t ? `${t.rule}${t.strategy === "speculative" ? "" : `, ${t.strategy}`}, ${percent(t.share, 0)}` : "none");
+const byBatch = (table) => (table.length ? table.map((r) => `${r.batch}: ${r.g}`).join(", ") : NONE);
+
 const KNOBS = [
   row("Block length g", (c) => `${int(c.g)} tokens`, "draft tokens per round"),
   row("Leniency θ", (c) => two(c.theta), "0 is lossless, 1 as lenient as the rule goes"),
   row("Shadow price μ", (c) => (c.mu === null ? "∞" : two(c.mu)), "1/θ; ∞ is lossless"),
   row("Mixing weight ρ", (c) => two(c.rho), "share of the rule that is applied"),
   row("Accept rule", (c) => c.rule),
+  row("On trial", (c) => trial(c.lease?.trial), "another rule or strategy, and its share of requests"),
+  row("g by batch size", (c) => byBatch(c.lease?.table ?? []), "the longest block up to so many rows that decode together"),
   row("Lease", (c) => `${c.lease_epoch}.${c.lease_seq}, ${seconds(c.lease_ttl_s)}`, "epoch.number, valid for; workers turn lossless when it ends"),
 ];
 
@@ -134,7 +139,7 @@ export class Detail {
     text(this.mode, mode(c));
     text(this.badge, stateLabel(c.state));
     data(this.badge, "tone", stateTone(c.state));
-    text(this.explanation, c.explanation);
+    text(this.explanation, c.held_until === null || c.held_until <= pool.time ? c.explanation : `${c.explanation} Not before ${clock(c.held_until)}.`);
     for (const update of this.updates) update(c, pool);
 
     text(this.left, percent(c.remaining));

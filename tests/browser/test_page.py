@@ -10,7 +10,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from controller.view import AlertView, Board
+from storage.records import KnobRow, Trial
 from tests.support_page import CLASS, Row, World
+from tests.support_storage import a_lease
 
 pytestmark = pytest.mark.peer("chromium")
 
@@ -181,6 +183,20 @@ def test_the_frontier_shows_where_the_knobs_stand(world: World, page: Page, comp
     expect(page.get_by_role("img", name="Acceptance by position, 1: 90%, 2: 80%, 3: 75%")).to_be_visible()
     world.publish(replace(CLASS, g=0, frontier=()))
     expect(page.get_by_role("img", name="Frontier: Not measured yet")).to_be_visible()
+    assert complaints == []
+
+
+def test_a_hold_a_trial_and_the_batches_are_shown(world: World, page: Page, complaints: list[str]) -> None:
+    """Until when it holds at least, which rule is tried, and the block length by batch size."""
+    table = (KnobRow(1, 5, 0.0, 1.0), KnobRow(8, 3, 0.0, 1.0))
+    trial = Trial(0.05, "speculative", "forgive", (KnobRow(8, 4, 0.1, 1.0),))
+    held = time.time() + 600
+    shown = replace(CLASS, lease=a_lease("demo", table=table, trial=trial), held_until=held)
+    world.publish(shown)
+    page.goto(world.url)
+    expect(page.locator("#explanation")).to_have_text(re.compile(rf"{CLASS.explanation} Not before \d\d:\d\d:\d\d\."))
+    for words in ("forgive, 5%", "1: 5, 8: 3"):
+        expect(page.locator("#detail")).to_contain_text(words)
     assert complaints == []
 
 

@@ -72,21 +72,21 @@ class WorkerMetrics(Collector):
         self.registry = registry or CollectorRegistry()
         self._sender, self._reader = sender, reader
 
-        def counter(name: str, text: str, labels: Sequence[str] = ("traffic_class",)) -> Counter:
+        def counter(name: str, text: str, labels: Sequence[str] = ("class",)) -> Counter:
             return Counter(f"lenity_worker_{name}", text, labels, registry=self.registry)
 
-        self.requests = counter("requests", "Requests served, by arm", ("traffic_class", "arm"))
+        self.requests = counter("requests", "Requests served, by arm", ("class", "arm"))
         self.failed = counter("failed_requests", "Requests that ended in an error")
         self.tokens = counter("tokens", "Tokens served")
         self.passes = counter("target_passes", "Target passes of served branches")
-        self.drafted = counter("drafted", "Draft tokens proposed")
-        self.examined = counter("examined", "Draft tokens whose accept test was evaluated")
-        self.accepted = counter("accepted", "Draft tokens accepted")
+        self.drafted = counter("drafted_tokens", "Draft tokens proposed")
+        self.examined = counter("examined_tokens", "Draft tokens whose accept test was evaluated")
+        self.accepted = counter("accepted_tokens", "Draft tokens accepted")
         self.touches = counter("touches", "Touches of served requests")
         self.seconds = counter("decode_seconds", "Seconds spent on served branches")
         self.fork_seconds = counter("fork_seconds", "Seconds spent on branches that were not served")
-        self.forks = counter("forks", "Drawn forks, by whether they ran", ("traffic_class", "done"))
-        self.scores = counter("scores", "Scores sent, by branch", ("traffic_class", "branch"))
+        self.forks = counter("forks", "Drawn forks, by whether they ran", ("class", "done"))
+        self.scores = counter("scores", "Scores sent, by branch", ("class", "branch"))
         self.scores_failed = counter("scores_failed", "Scores that could not be made")
         self.registry.register(self)
 
@@ -113,7 +113,10 @@ class WorkerMetrics(Collector):
         for reason, count in self._reader.fallbacks.items():
             fallbacks.add_metric([reason], count)
         yield fallbacks
-        leased = GaugeMetricFamily("lenity_worker_leased", "1 while a lease is obeyed", labels=["traffic_class"])
+        info = GaugeMetricFamily("lenity_worker_info", "1, with the pool that the worker serves", labels=["pool"])
+        info.add_metric([self._reader.pool], 1.0)
+        yield info
+        leased = GaugeMetricFamily("lenity_worker_leased", "1 while a lease is obeyed", labels=["class"])
         for name, state in self._reader.state.items():
             leased.add_metric([name], float(state == LEASED))
         yield leased

@@ -147,7 +147,7 @@ def test_an_outage_is_survived_losslessly_and_said(tmp_path, free_port):
     def served() -> float:
         return sum(v for k, v in metrics().items() if k.startswith("lenity_worker_requests_total"))
 
-    leased = 'lenity_worker_leased{traffic_class="default"}'
+    leased = 'lenity_worker_leased{class="default"}'
     fallbacks = 'lenity_worker_lossless_fallbacks_total{reason="%s"}'
     server = EmbeddedServer(tmp_path / "valkey")
     with worker(tmp_path, server.url, "--drafter", "ngram", "--metrics-port", str(free_port)) as process:

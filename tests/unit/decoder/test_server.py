@@ -279,7 +279,7 @@ def test_models_health_and_metrics_can_be_read():
             assert (await client.get("/healthz")).json()["leases"] == {"default": "lossless: no lease"}
             await client.post("/v1/completions", json=ASK)
             metrics = (await client.get("/metrics")).text
-            assert 'lenity_worker_requests_total{arm="untouched",traffic_class="default"} 1.0' in metrics
+            assert 'lenity_worker_requests_total{arm="untouched",class="default"} 1.0' in metrics
 
     asyncio.run(main())
 

@@ -123,6 +123,7 @@ class Bench:
         return self.stream.entries
 
     def metric(self, name: str, **labels: str) -> float | None:
+        labels = {"class" if key == "traffic_class" else key: value for key, value in labels.items()}
         return self.worker.metrics.registry.get_sample_value(name, labels)
 
 
@@ -256,7 +257,7 @@ def test_raw_counters_are_exported():
     bench = Bench(Engine(**TOUCHED), count=2)
     bench.run()
     for name, value in (
-        ("drafted", 16), ("examined", 6), ("accepted", 4), ("touches", 4), ("tokens", 6), ("target_passes", 4),
+        ("drafted_tokens", 16), ("examined_tokens", 6), ("accepted_tokens", 4), ("touches", 4), ("tokens", 6), ("target_passes", 4),
     ):  # fmt: skip
         assert bench.metric(f"lenity_worker_{name}_total", traffic_class="code") == value
     assert bench.metric("lenity_worker_requests_total", traffic_class="code", arm="lenient") == 2

@@ -7,6 +7,9 @@ Per bucket of batch rows, with g the block length:
     overhead  o
 
 Each line is fitted online to the rounds' own measured seconds, with exponential forgetting and coefficients >= 0.
+A pass is not always straight in its width: kernels have steps. So each width's own mean corrects the line, as far as
+its rounds outweigh `STEP_ROUNDS`, with straight lines between the widths seen and never falling.
+
 Outliers do not move it: residuals beyond `CLIP` running scales are pulled in, seen from the median of their chunk, so a
 two-second pause counts as a slightly slow round while a whole chunk that got slower is followed at once. Rounds wait
 until `LEAST` have come, so that every chunk has a median, however few rounds a block brings. The first
@@ -46,6 +49,7 @@ LEAST = 8  # rounds in a chunk
 CLIP = 3.0
 PRIOR_ROUNDS = 0.5  # weight of the prior on the ratio of slope and fixed part
 SCALE_HALF_LIFE = 100.0
+STEP_ROUNDS, WIDEST = 8.0, 64  # weight of the line against a width's own mean; widths kept apart
 
 SHORTEST_S, LONGEST_S = 1e-5, 60.0  # a target pass outside cannot be
 FAR = 8.0
@@ -67,6 +71,7 @@ class _Line:
         self.first: list[tuple[float, float]] = []  # rounds of the warm-up
         self.waiting: list[tuple[float, float]] = []  # fewer than LEAST
         self.fit = (0.0, 0.0)
+        self.steps = np.zeros((2, WIDEST + 1))  # by x: weight, seconds
 
     @property
     def seen(self) -> int:
@@ -85,8 +90,21 @@ class _Line:
             self._follow(*(np.array(column) for column in zip(*chunk, strict=True)))
 
     def at(self, x: F) -> F:
-        """Seconds at ``x``."""
+        """Seconds at ``x`` on the line."""
         return self.fit[0] + self.fit[1] * x
+
+    def stepped(self, x: F) -> F:
+        """Seconds at ``x`` = 0, 1, 2, ..., corrected by the means of the x that were seen; not falling."""
+        line, seen = self.at(x), np.flatnonzero(self.steps[0] > 0)
+        if not len(seen):
+            return line
+        weight, total = self.steps[:, seen]
+        own = (total / weight - self.at(seen.astype(np.float64))) * weight / (weight + STEP_ROUNDS)
+        return np.asarray(np.maximum.accumulate(np.maximum(line + np.interp(x, seen, own), 0.0)))
+
+    def _step(self, x: F, y: F, weight: F) -> None:
+        at = np.minimum(x, WIDEST).astype(np.int64)
+        self.steps += [np.bincount(at, w, minlength=WIDEST + 1) for w in (weight, weight * y)]
 
     def _warm_up(self) -> None:
         x, y = (np.array(column) for column in zip(*self.first, strict=True))
@@ -97,6 +115,8 @@ class _Line:
             pulled = model + np.clip(y - model, -CLIP * scale, CLIP * scale)
             self.sums = _sums(x, pulled, np.ones_like(x))
             self.plain = float(np.count_nonzero(x == 0))
+            self.steps[:] = 0.0
+            self._step(x, pulled, np.ones_like(x))
             self.fit = self._solve()
             model = self.at(x)
             scale = max(1.4826 * float(np.median(np.abs(y - model))), 1e-3 * float(centre), 1e-9)
@@ -113,6 +133,7 @@ class _Line:
         weight = 0.5 ** (age / self.half_life)
         self.forget(0.5 ** (n / self.half_life))
         self.sums = self.sums + _sums(x, model + pulled, weight)
+        self._step(x, model + pulled, weight)
         self.plain += float(weight[x == 0].sum())
         keep = 0.5 ** (n / SCALE_HALF_LIFE)
         spread = 1.2533 * float(np.mean(np.minimum(np.abs(residual), reach)))  # of a normal law, from mean deviation
@@ -137,7 +158,7 @@ class _Line:
 
     def forget(self, keep: float) -> None:
         """Scale the weight of everything remembered, after the warm-up, by ``keep`` in [0, 1]."""
-        self.sums = self.sums * keep
+        self.sums, self.steps = self.sums * keep, self.steps * keep
         self.plain *= keep
 
     def to_state(self) -> dict[str, Any]:
@@ -149,6 +170,7 @@ class _Line:
             "first": [list(v) for v in self.first],
             "waiting": [list(v) for v in self.waiting],
             "fit": self.fit,
+            "steps": [[int(x), *self.steps[:, x].tolist()] for x in np.flatnonzero(self.steps[0])],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -158,6 +180,8 @@ class _Line:
         self.first = [(float(x), float(y)) for x, y in state["first"]]
         self.waiting = [(float(x), float(y)) for x, y in state.get("waiting", ())]
         self.fit = (float(state["fit"][0]), float(state["fit"][1]))
+        for x, weight, total in state.get("steps", ()):
+            self.steps[:, int(x)] = float(weight), float(total)
 
 
 def _sums(x: F, y: F, w: F) -> F:
@@ -324,7 +348,7 @@ class CostModel:
         """Seconds of a target pass of width g + 1 in a batch of ``rows``: shape [g_max + 1], not falling."""
         g = np.arange(self.g_max + 1, dtype=np.float64)
         line = self._line("verify", rows)
-        return line.at(g) if line is not None else PASS_S * (1 + VERIFY_SLOPE * g)
+        return line.stepped(g) if line is not None else PASS_S * (1 + VERIFY_SLOPE * g)
 
     def overhead_s(self, rows: int) -> float:
         """Seconds of a round spent on neither, in a batch of ``rows``."""

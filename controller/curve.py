@@ -52,7 +52,8 @@ class Curve:
     j=0), ``touches[l, j]`` the expected touches of a round of block length j (0 at j=0). Row 0 is lossless.
     ``by_depth[l, k, j]`` is the reach of a round that is lenient at the first k positions only: ``reach[l, j]`` for
     ``j <= k``, lossless reach at k=0; its touches are ``touches[l, k]``. ``n_eff[j]`` is the effective number of rounds
-    that drafted at least j tokens; ``n_eff[0]`` repeats ``n_eff[1]``.
+    that drafted at least j tokens; ``n_eff[0]`` repeats ``n_eff[1]``. ``starts[g]`` is by how much tokens per round at
+    block length g differ from what the reach says, since that length starts its rounds elsewhere; None: not at all.
     """
 
     settings: Settings
@@ -62,6 +63,7 @@ class Curve:
     touches_se: F
     by_depth: F
     n_eff: F
+    starts: F | None = None
 
     @property
     def g_max(self) -> int:
@@ -72,6 +74,11 @@ class Curve:
     def tokens(self) -> F:
         """Tokens per round ``N = 1 + S_1 + ... + S_g`` by level and block length; shape [levels + 1, g_max + 1]."""
         return np.cumsum(self.reach, axis=1)
+
+    @property
+    def shift(self) -> F:
+        """`starts` with 1 for None; shape [g_max + 1]."""
+        return np.ones(self.g_max + 1) if self.starts is None else self.starts
 
     def tokens_by_depth(self, level: Ints) -> F:
         """The same for each of these levels at every depth; shape [len(level), g_max + 1 (depth), g_max + 1]."""

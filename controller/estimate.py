@@ -12,6 +12,10 @@ position over examined tokens would be wrong: which contexts are examined depend
 The same for rounds that are lenient at their first k positions only, where A0 goes on from there: per k one matrix
 product of the lenient products up to k with the lossless ones from there on, which costs little beside the rest.
 
+Where text is easy in one stretch and hard in the next, long blocks have more of their rounds start in hard text than
+short ones, whose rounds start again within the easy stretch. So for every shorter block length the recorded rounds are
+cut as it would have cut them, and `Curve.starts` corrects tokens per round by what comes out.
+
 Rounds differ in how many tokens they drafted, so reach and touches are chained: a position's conditional acceptance and
 touch rate are ratios of sums over the rounds that drafted that far. With equal lengths this is the plain mean of the
 products. A position with fewer than `BORROW_BELOW` effective rounds borrows the missing weight from the conditional
@@ -43,6 +47,7 @@ __all__ = ["Curve", "CurveEstimator", "Settings", "settings_path"]
 BORROW_BELOW = 32.0  # effective rounds a position needs to speak for itself
 CLUSTER_ROUNDS = 64  # rounds per batch when the correlation of rounds is measured
 PRIOR_CLUSTERS, PRIOR_INFLATION, MOST_INFLATION = 8.0, 2.0, 64.0
+CUT_ROUNDS, MOST_SHIFT = 16.0, 1.5  # rounds from which shorter blocks are judged; by how much that may change tokens
 UNSEEN_ERROR = 0.5  # relative standard error of a borrowed rejection or touch rate
 
 
@@ -70,6 +75,8 @@ class CurveEstimator:
         # Lenient at the first k positions only: products up to j > k and before j, by level from 1 and pair (k, j).
         self._pairs = np.triu_indices(g_max, 1)
         self._deep = np.zeros((2, len(self.settings) - 1, len(self._pairs[0])))
+        # By shorter block length: rounds, their lossless tokens, those up to that length, and rounds if cut to it.
+        self._cut = np.zeros((4, g_max))
         self._weight, self._weight_sq = np.zeros(g_max), np.zeros(g_max)
         self._acceptance = np.zeros(2)  # weighted accepted and examined tokens
         self._open = np.zeros((2, len(self.settings)))  # residual sums of the open cluster: accepted, touches
@@ -113,13 +120,14 @@ class CurveEstimator:
         self._weight[:g] += w.sum(axis=0)
         self._weight_sq[:g] += (w * w).sum(axis=0)
         self._go_on_losslessly(products[0], lossless, w)
+        self._cut_shorter(products[0][:, 0], rounds.length, weight)
         flags = block.flags[rounds.drafted]
         for i, bits in enumerate((EXAMINED | ACCEPTED, EXAMINED)):
             self._acceptance[i] += float((w * ((flags & bits) == bits)).sum())
 
     def forget(self, keep: float) -> None:
         """Scale the weight of everything remembered by ``keep`` in [0, 1], so that new rounds outweigh it sooner."""
-        for name in (*self._BY_SETTING, "_deep", "_weight", "_acceptance", "_clusters"):
+        for name in (*self._BY_SETTING, "_deep", "_cut", "_weight", "_acceptance", "_clusters"):
             getattr(self, name)[...] *= keep
         self._weight_sq *= keep * keep
 
@@ -131,7 +139,8 @@ class CurveEstimator:
         reach, touches = self._chain(n)
         reach_se, touches_se = self._errors(n, reach, touches)
         by_depth = self._by_depth(n, reach)
-        return Curve(self.settings, reach, touches, reach_se, touches_se, by_depth, np.concatenate((n[:1], n)))
+        starts = self._starts()
+        return Curve(self.settings, reach, touches, reach_se, touches_se, by_depth, np.concatenate((n[:1], n)), starts)
 
     def _n_eff(self) -> F:
         """Effective rounds by position: Kish's size, at most what the remembered weight can carry; shape [g_max]."""
@@ -251,6 +260,33 @@ class CurveEstimator:
                 sums[:, first : first + g - 1 - k] += lenient[k] @ (w[:, k + 1 :] * part)
             first += self.g_max - 1 - k
 
+    def _cut_shorter(self, alive: Singles, length: Ints, weight: F) -> None:
+        """Add what these rounds would have been at shorter blocks: ``alive`` is their lossless reach, [rounds, g].
+
+        At block length h a round that got further than h + 1 tokens would have been two or more, with the same tokens;
+        a last one that is cut off by the end of the block counts by the tokens that it had.
+        """
+        g = alive.shape[1]
+        inside = np.arange(1, g + 1) <= length[:, None]
+        reach = np.where(inside, alive, 0.0).astype(np.float64)
+        tokens = 1 + np.concatenate((np.zeros((len(reach), 1)), np.cumsum(reach, axis=1)), axis=1)
+        usual = weight @ tokens / weight.sum()
+        for h in range(1, g + 1):
+            use = weight * (length >= h)
+            begun = np.arange(h + 1, g + 1, h + 1)  # accepted drafts with which a further round would begin
+            left = np.clip(length[:, None] - begun, 0, h)
+            rounds = 1 + (reach[:, begun - 1] * usual[left] / usual[h]).sum(axis=1)
+            self._cut[:, h - 1] += (use.sum(), use @ tokens[:, -1], use @ tokens[:, h], use @ rounds)
+
+    def _starts(self) -> F:
+        """Tokens per round at each block length over what the reach promises, as rounds would start there."""
+        count, whole, promised, rounds = self._cut
+        found = np.ones(self.g_max + 1)
+        for h in range(1, self.g_max + 1):
+            known = count[h - 1] >= CUT_ROUNDS
+            found[h] = whole[h - 1] / rounds[h - 1] * count[h - 1] / promised[h - 1] if known else found[h - 1]
+        return np.clip(found, 1 / MOST_SHIFT, MOST_SHIFT)
+
     def _remember_correlation(self, products: tuple[Singles, ...], length: Ints) -> None:
         """Add the rounds' residuals, against what was expected before this block, to the open cluster."""
         n = self._n_eff()
@@ -277,7 +313,7 @@ class CurveEstimator:
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able state from which `from_state` goes on bit for bit."""
-        names = (*self._BY_SETTING, *self._SCALARS, "_deep", "_weight", "_weight_sq", "_open")
+        names = (*self._BY_SETTING, *self._SCALARS, "_deep", "_cut", "_weight", "_weight_sq", "_open")
         s = self.settings
         return {
             "rule": self.rule,

@@ -20,6 +20,7 @@ from storage.records import KnobRow, Lease, TokenBlock
 
 LEARNING_ROUNDS = 100.0  # effective rounds below which the knobs stay lossless
 FIRST_PLAIN = 10  # decisions from when there is enough to solve from to the first interval of plain decoding
+PLAIN_COST = 0.2  # of the policy's share of exploration: what plain intervals may cost where drafting is far ahead
 PLAIN_ROUNDS = 4.0  # plain rounds remembered, below which one interval is decoded plainly
 
 
@@ -43,7 +44,7 @@ class Leasing:
         self._half_pairs: OrderedDict[str, float] = OrderedDict()  # signed score of the branch that came first
         self._table: tuple[KnobRow, ...] | None = None  # of the last decision, without plain intervals
         self._held: dict[int, int] = {}  # block length in use, by batch bucket
-        self._since_plain: float | None = None  # decisions since the last interval of plain decoding; None: none yet
+        self._since_plain: float | None = None  # share of the wait for the next plain interval; None: none yet
         self._buckets: set[int] = set()  # batch buckets of the rounds since the last decision
         self._widest = 1  # the largest of them when there were any
 
@@ -131,10 +132,12 @@ class Leasing:
         buckets, self._buckets = self._buckets, set()
         if self.policy.explore == 0:
             return set()
+        ahead = 1.0 if self.solution is None else self.solution.speedup_plain
+        apart = max(1.0, (1 - 1 / max(1.0, ahead)) / PLAIN_COST) / self.policy.explore
         if self._since_plain is None:
-            self._since_plain = 1 / self.policy.explore - FIRST_PLAIN
-        self._since_plain += 1
-        if self._since_plain < 1 / self.policy.explore:
+            self._since_plain = 1 - FIRST_PLAIN * self.policy.explore
+        self._since_plain += 1 / apart
+        if self._since_plain < 1:
             return set()
         due = {row.batch for row in table if row.g > 0 and row.batch in buckets}
         due = {rows for rows in due if self.costs.narrow_rounds(rows) < PLAIN_ROUNDS}

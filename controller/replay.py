@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from controller.curve import Curve, F, Ints, Settings
-from controller.solve import Solution, choose, frontier, gain_noise, plan_for
+from controller.solve import Solution, choose, frontier, gain_noise, plan_for, within_reach
 from policies.errors import SolveError
 from storage.records import CapRow, Decision, KnobRow, Lease, Trial
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from policies.model import ClassPolicy
 
 DEFAULT_G = 4  # block length while nothing has been measured
-MIN_GAIN = 0.02  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
-NOISE_FACTOR = 0.35
+MIN_GAIN = 0.01  # a new block length must be faster by this, and by as many standard errors as NOISE_FACTOR says
+NOISE_FACTOR = 0.25
+LEAVE_PLAIN = 0.03  # drafting must be faster by this where nothing is drafted
 FEW_FACTOR = 1.0  # the same while too few rounds are known since a change
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
 MOST_EXPLORED = 4.0  # where nothing is drafted, rounds with one draft are up to this many times as frequent
@@ -68,6 +69,7 @@ class Traced(Curve):
     def of(cls, curve: Curve) -> Traced:
         """The curve, rounded."""
         arrays: dict[str, Any] = {name: rounded(getattr(curve, name)) for name in (*_ARRAYS, "by_depth", "n_eff")}
+        arrays["starts"] = rounded(curve.shift)
         return cls(settings=curve.settings, **arrays)
 
 
@@ -134,6 +136,7 @@ def solve_for(x: Inputs) -> Solved:
     if x.curve is None or not x.seconds:
         return Solved((KnobRow(1, min(DEFAULT_G, x.limits["g_max"]), 0.0, 0.0),), (), None)
     max_theta, g_max = x.limits["max_theta"], x.limits["g_max"]
+    g_max = min(g_max, max(within_reach(x.curve, g_max), *x.held.values(), 0))
     d_allowed = x.d_allowed if x.learnt else 0.0
     plan = plan_for(x.curve, d_allowed=d_allowed, max_theta=max_theta, g_max=g_max)
     table, solutions = [], []
@@ -143,7 +146,7 @@ def solve_for(x: Inputs) -> Solved:
         if held is not None and held != found.g:
             current = plan.pick(*seconds, fixed_g=held)
             factor = NOISE_FACTOR if x.learnt else FEW_FACTOR
-            noise = max(MIN_GAIN, factor * gain_noise(x.curve, current, found))
+            noise = max(MIN_GAIN if held else LEAVE_PLAIN, factor * gain_noise(x.curve, current, found))
             found = current if x.frozen is not None else choose(current, found, noise)
         solutions.append(found)
         table.append(KnobRow(rows, found.g, found.theta, found.rho, found.depth))
@@ -298,6 +301,7 @@ def _pack_curve(curve: Traced) -> dict[str, Any]:
         "shape": list(curve.reach.shape),
         "arrays": [_text(getattr(curve, name), "<f4") for name in _ARRAYS],
         "n_eff": _text(curve.n_eff, "<f4"),
+        "starts": _text(curve.shift, "<f4"),
         "used": used,
         "by_depth": _text(curve.by_depth[used], "<f4"),
     }
@@ -312,6 +316,8 @@ def _unpack_curve(packed: Mapping[str, Any]) -> Traced:
     by_depth[packed["used"]] = _array(packed["by_depth"], "<f4").reshape(-1, columns, columns)
     settings = Settings(theta=_array(packed["theta"], "<f8"), levels=int(packed["levels"]))
     n_eff = _array(packed["n_eff"], "<f4")
+    if "starts" in packed:
+        arrays["starts"] = _array(packed["starts"], "<f4")
     return Traced(settings=settings, by_depth=by_depth, n_eff=n_eff, used=set(packed["used"]), **arrays)
 
 

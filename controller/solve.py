@@ -188,11 +188,12 @@ class Plan:
         seconds = round_seconds(draft_s, verify_s, overhead_s, lengths)
         if fixed_g is not None and not 0 <= fixed_g < lengths:
             raise ValueError(f"fixed_g must lie in [0, {lengths - 1}], not {fixed_g!r}")
-        per_token = seconds / self.front.tokens
+        shift = self.curve.shift[:lengths]
+        per_token = seconds / (self.front.tokens * shift)
         g = int(per_token.argmin()) if fixed_g is None else fixed_g
-        lossless = seconds / self.curve.tokens[0, :lengths]
+        lossless = seconds / (self.curve.tokens[0, :lengths] * shift)
         solution = _describe(self.curve, self.front, g, per_token, seconds, lossless, self.d_allowed)
-        after = seconds / self.relaxed.tokens
+        after = seconds / (self.relaxed.tokens * shift)
         gain = solution.seconds_per_token - float(after.min() if fixed_g is None else after[g])
         return replace(
             solution,
@@ -226,7 +227,7 @@ def _describe(
         rho=rho,
         depth=leased,
         s=(level - 1 + depth / g) / curve.settings.levels if theta > 0 else 0.0,
-        tokens_per_round=tokens,
+        tokens_per_round=tokens * float(curve.shift[g]),
         touches_per_token=float(touches[g]) / tokens,
         touches_per_token_upper=float(front.touches_upper[g]) / tokens,
         seconds_per_token=float(per_token[g]),
@@ -234,7 +235,7 @@ def _describe(
         lossless_seconds_per_token=best_lossless,
         speedup_plain=plain / float(per_token[g]),
         speedup_lossless=best_lossless / float(per_token[g]),
-        target_passes_per_token=1.0 / tokens,
+        target_passes_per_token=1.0 / (tokens * float(curve.shift[g])),
         budget_value=0.0,
         certified=False,
         d_allowed=min(float(d_allowed), 1.0),
@@ -251,7 +252,7 @@ def _certify(
         tokens = float(reach[: other + 1].sum())
         if touches[other] > d_allowed * tokens * (1 + 10 * _SLACK) + 1e-15:
             return False
-        value[other] = float(seconds[other]) / tokens
+        value[other] = float(seconds[other]) / (tokens * float(curve.shift[other]))
     return not free_g or value[g] <= min(value.values()) * (1 + 1e-9)
 
 
@@ -280,7 +281,8 @@ def enumerate_solve(
     def value(g: int, level: int, depth: float) -> float:
         reach, touches = curve.at(level, depth, pessimism)
         tokens = float(reach[: g + 1].sum())
-        return float(seconds[g]) / tokens if touches[g] <= d_allowed * tokens * (1 + _SLACK) else math.inf
+        spent = float(seconds[g]) / (tokens * float(curve.shift[g]))
+        return spent if touches[g] <= d_allowed * tokens * (1 + _SLACK) else math.inf
 
     for g in range(g_max + 1):
         broken: list[int] = []
@@ -310,6 +312,14 @@ def enumerate_solve(
                 inside, outside = (inside, middle) if math.isinf(value(g, level, middle)) else (middle, outside)
             best = min(best, (value(g, level, inside), g, level, inside))
     return best[1], best[2], best[3], best[0]
+
+
+def within_reach(curve: Curve, g_max: int) -> int:
+    """The longest block worth considering: twice as long as the longest that was drafted, and one more.
+
+    Beyond that the curve is only the last known position continued; the next blocks will know more.
+    """
+    return min(g_max, 2 * int(np.flatnonzero(curve.n_eff >= 1).max(initial=1)) + 1)
 
 
 def gain_noise(curve: Curve, current: Solution, other: Solution) -> float:

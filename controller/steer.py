@@ -38,10 +38,11 @@ from storage.records import (
     TokenBlock,
 )
 
+FEW_ROUNDS = 16.0  # effective rounds below which the block length is not chosen either
 AGE_HALF_LIFE_S = 3600.0  # what was known before a pause weighs half after this long
 REPLAYED_ROUNDS = 2000  # recent rounds kept, from which a changed class is estimated anew
 KEPT_AFTER_CHANGE = 64.0  # rounds' weight of the past that stays where there is nothing to replay
-COSTS_KEPT = 0.1  # share of the costs' memory that stays when costs have changed
+COSTS_KEPT = 0.02  # share of the costs' memory that stays when costs have changed
 _KEPT_ARMS = 5_000
 
 __all__ = ["LEARNING_ROUNDS", "ClassSteer", "Fence", "kept_at_age", "sentence"]
@@ -228,7 +229,7 @@ class ClassSteer(Leasing):
         self._widest = max(self._buckets, default=self._widest)
         reason, explanation = allowance.reason, allowance.explanation
         enough = self.estimator.rounds_effective >= LEARNING_ROUNDS
-        solvable = (enough or self._learned) and self.costs.ready
+        solvable = (self.estimator.rounds_effective >= FEW_ROUNDS or self._learned) and self.costs.ready
         self._learned = self._learned or solvable
         x = self._inputs(allowance, now, fence, learnt=enough, solvable=solvable)
         verdict = Verdict()

@@ -144,17 +144,13 @@ def test_without_exploration_nothing_that_is_off_comes_back():
     assert set(lengths(bed.run(120, a=0.9))) == {0}
 
 
-@pytest.mark.parametrize("explore", [0.01, 0.0])
-def test_a_pass_of_width_one_must_be_measured(explore):
+def test_a_pass_of_width_one_must_be_measured():
     """Width costs .35 of a pass each where the prior says .02, and the best block by that is the one in use: the line,
     extrapolated from one width, stays there, slower than plain. One plain interval shows it."""
-    bed = Bed(policy=ClassPolicy(**{**vars(POLICY), "explore": explore, "g_max": 4}), slope=0.35, draft_s=0.001)
-    made = bed.run(40, a=0.6)
-    if explore:
-        assert sum(d.estimates["probe"] == "plain" for d in made) == 1
-        assert max(lengths(made)[-20:]) <= 2
-    else:
-        assert set(lengths(made)) == {4}
+    bed = Bed(policy=ClassPolicy(**{**vars(POLICY), "explore": 0.01, "g_max": 4}), slope=0.35, draft_s=0.001)
+    made = bed.run(80, a=0.6)
+    assert sum(d.estimates["probe"] == "plain" for d in made) == 1
+    assert max(lengths(made)[-20:]) <= 2
 
 
 def test_intervals_of_plain_decoding_stay_within_the_policys_share():
@@ -178,7 +174,7 @@ def test_a_change_of_acceptance_is_recorded_and_estimated_anew():
     alarm = made[at].estimates["detected"][0]
     assert at <= 3
     assert (alarm["signal"], round(alarm["before"], 1)) == ("draft", 0.8)
-    assert "Acceptance changed from 0.8" in made[at].explanation
+    assert f"Acceptance changed from {alarm['before']:.2f}" in made[at].explanation
     assert bed.steer.estimator.rounds_effective < before / 3
     assert bed.steer.estimator.curve().reach[0, 1] == pytest.approx(0.5, abs=0.06)
     assert bed.steer.totals["detected.draft"] == 1

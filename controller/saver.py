@@ -3,8 +3,8 @@
     loop:  save(tick) -> wait a little -> go on leasing -> settled(): what may be acknowledged, and what is wrong
     desk:  replay what was spooled -> History.save_tick -> or the spool
 
-A tick that is not in the database yet keeps its stream entries unacknowledged, spooled or not: the spool lies on this
-machine, and a successor on another one must get them again.
+Entries are acknowledged when a state that includes them is in the database. Until then they stay pending, spooled or
+not: the spool lies on this machine, and a successor on another one must get them again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Saver:
         self._lock = threading.Lock()
         self._waiting: deque[Tick] = deque()
         self._unsettled: deque[Tick] = deque()  # handed over and not in the database
-        self._saved = 0  # how many of these are by now, from the left
+        self._saved = 0  # how many of these are by now, from the left, up to one with a state
+        self._unwritten = 0  # ticks of which it is not known what came
         self._by_range = False
         self._refused: str | None = None
         self._trouble: str | None = None
@@ -80,12 +81,15 @@ class Saver:
     def save(self, tick: Tick) -> None:
         """Hand a tick over and wait for it, as long as patience lasts and nothing hangs. Nothing in it may change."""
         with self._lock:
-            for earlier in self._waiting:  # a later state includes it
-                earlier.values["snapshot"] = earlier.values["last_id"] = None
+            if tick.values.get("snapshot") is not None:
+                for earlier in self._waiting:  # this state includes theirs
+                    earlier.values["snapshot"] = earlier.values["last_id"] = None
             self._waiting.append(tick)
             self._unsettled.append(tick)
+            self._unwritten += 1
             if len(self._waiting) > _MOST_WAITING:
                 self._waiting.popleft()
+                self._unwritten -= 1
                 self.rows_lost += 1
             self._shorten()
         self._wait(self._desk.submit(self._flush))
@@ -117,7 +121,7 @@ class Saver:
             up_to = done[-1].position if done and self._by_range else None
             self._by_range = self._by_range and not done
             trouble = self._trouble
-            if trouble is None and self._unsettled:
+            if trouble is None and self._unwritten:
                 trouble = "the database has not answered yet"
         return Settled([i for tick in done for i in tick.ids], up_to, trouble)
 
@@ -147,6 +151,8 @@ class Saver:
                     return
                 tick = self._waiting.popleft()
             self._write(tick)
+            with self._lock:
+                self._unwritten -= 1
 
     def _catch_up(self) -> None:
         """Save what waits, and what is on the spool."""
@@ -189,8 +195,9 @@ class Saver:
             if self._trouble is not None:
                 log.info("the database is back")
             self._trouble = None
-            with self._lock:
-                self._saved = self._unsettled.index(tick) + 1
+            if tick.values.get("snapshot") is not None:
+                with self._lock:
+                    self._saved = self._unsettled.index(tick) + 1
 
     def _put_by(self, tick: Tick) -> None:
         try:

@@ -135,6 +135,31 @@ def test_a_database_that_hangs_costs_one_patience_and_then_nothing(tmp_path: Pat
     assert rig.database.states == ['{"n":1}', '{"n":4}']
 
 
+def test_entries_wait_for_a_state_that_includes_them(tmp_path: Path) -> None:
+    """Ticks without a state come between; one of them must not take the place of a state that waits."""
+    rig = Rig(tmp_path, inline=False, patience_s=0.05)
+    rig.database.gate = threading.Event()
+    rig.save(1)
+    rig.save(2)
+    bare = Tick({"pool": "p", "epoch": 1, "now": 3.0, "snapshot": None, "last_id": None})
+    rig.saver.save(bare)
+    rig.database.gate.set()
+    assert wait_until(lambda: rig.saver.settled().ids)[-1] == "2-0"
+    assert rig.database.states == ['{"n":1}', '{"n":2}']
+    wait_until(lambda: rig.saver.settled().trouble is None)
+
+
+def test_a_state_that_no_database_took_leaves_its_entries_open(rig: Rig) -> None:
+    """Rows of later ticks are no state."""
+    rig.database.error = ValueError("not a number")
+    rig.save(1)
+    rig.database.error = None
+    rig.saver.save(Tick({"pool": "p", "epoch": 1, "now": 2.0, "snapshot": None, "last_id": None}))
+    assert rig.saver.settled().ids == []
+    rig.save(3)
+    assert rig.saver.settled().ids == ["1-0", "3-0"]
+
+
 def test_asking_gives_what_the_database_says_or_the_other_thing(rig: Rig) -> None:
     """Whatever it raises."""
     assert rig.saver.ask(rig.database.news, "nothing") == "news"

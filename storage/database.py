@@ -15,9 +15,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 
-from storage.errors import StorageError
+from storage.errors import RecordRefused, StorageError
 
 BUSY_TIMEOUT_S = 5
 _POSTGRES_SETTINGS = {"timezone": "UTC", "statement_timeout": "15s", "lock_timeout": "5s"}
@@ -142,7 +142,9 @@ def guard(what: str) -> Iterator[None]:
     """Turn what a database or its driver raises into StorageError; `what` says what was being done."""
     try:
         yield
-    except (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, OverflowError) as e:
+    except (DataError, IntegrityError, OverflowError, UnicodeError) as e:
+        raise RecordRefused(f"{what}: {_reason(e)}") from e
+    except (SQLAlchemyError, sqlite3.Error, OSError) as e:
         raise StorageError(f"{what}: {_reason(e)}") from e
 
 

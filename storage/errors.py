@@ -17,3 +17,7 @@ class LeaseRefused(StorageError):
 
 class SchemaTooNew(StorageError):
     """The database was migrated by a newer program than this one."""
+
+
+class RecordRefused(StorageError):
+    """The database works and will never take this: a value out of its range, a broken constraint."""

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from storage.errors import LeaseRefused, StorageError
+from storage.errors import LeaseRefused, RecordRefused, StorageError
 from storage.history import Alert, Point
 from storage.records import Decision, ForkRecord, Lease, QualityScore, RequestRecord
 from storage.rows import RoundRow, TokenRow
@@ -87,15 +87,16 @@ class Spool:
         """Give every waiting tick to `save` in order, then forget them; returns how many there were.
 
         `save` is called like `History.save_tick`. A tick that it refuses with LeaseRefused, because a newer epoch was
-        claimed since, is given again with `superseded=True`; its state is left out. Any other error leaves the spool as
-        it was. After a restart, replay before an epoch is claimed, so that nothing is superseded by its own successor.
+        claimed since, is given again with `superseded=True`; its state is left out. One that the database will never
+        take is set aside beside the spool and counted in `broken`. Any other error leaves the spool as it was. After a
+        restart, replay before an epoch is claimed, so that nothing is superseded by its own successor.
         """
         for payload, _ in self._frames() if self._ticks else ():
             tick = _decode(zlib.decompress(payload))
             try:
-                save(**tick)
-            except LeaseRefused:
-                save(**tick, superseded=True)
+                _save(save, tick)
+            except RecordRefused:
+                self._keep_broken(payload)
         state = self._read_state()
         if state is not None:
             with contextlib.suppress(LeaseRefused):
@@ -142,13 +143,16 @@ class Spool:
 
     def _set_aside(self, size: int) -> None:
         """Cut off what cannot be read; it is kept beside the file for whoever wants to look at it."""
-        self.broken += 1
         with self.path.open("r+b") as file:
             file.seek(self._end)
             rest = file.read(min(size - self._end, 1 << 20))
-            self.path.with_name(self.path.name + ".broken").write_bytes(rest)
+            self._keep_broken(rest)
             file.truncate(self._end)
             os.fsync(file.fileno())
+
+    def _keep_broken(self, rest: bytes) -> None:
+        self.broken += 1
+        self.path.with_name(self.path.name + ".broken").write_bytes(rest)
 
     def _write(self, record: bytes) -> None:
         with self.path.open("ab") as file:
@@ -197,6 +201,13 @@ class Spool:
 
     def _state_bytes(self) -> int:
         return self.state_path.stat().st_size if self.state_path.exists() else 0
+
+
+def _save(save: Callable[..., None], tick: dict[str, Any]) -> None:
+    try:
+        save(**tick)
+    except LeaseRefused:
+        save(**tick, superseded=True)
 
 
 def _encode(tick: Mapping[str, Any]) -> bytes:

@@ -163,6 +163,22 @@ def test_a_disk_that_refuses_is_a_storage_error(tmp_path: Path) -> None:
         Spool(tmp_path / "file" / "s")
 
 
+def test_a_tick_that_no_database_takes_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    """It is set aside; a number beyond 64 bits here."""
+    history = History(f"sqlite:///{tmp_path / 'history.db'}")
+    history.upgrade()
+    epoch = history.claim_epoch("chat", "first", NOW)
+    spool = Spool(tmp_path / "s")
+    spool.append(a_tick(0, epoch))
+    spool.append(a_tick(1, epoch, requests=[a_request(request_id="r1", tokens=1 << 70)]))
+    spool.append(a_tick(2, epoch))
+    assert spool.replay(history.save_tick) == 3
+    assert (len(spool), spool.broken) == (0, 1)
+    assert (tmp_path / "s.broken").exists()
+    assert history.requests_between("chat", 0, NOW + 60)["requests"] == 2
+    history.close()
+
+
 def test_an_outage_ends_with_everything_in_the_history(tmp_path: Path) -> None:
     """Replayed twice, as after a crash before the spool was emptied: each row is there once, the state is the last."""
     history = History(f"sqlite:///{tmp_path / 'history.db'}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from controller.commands import data, operate, orders, policy
+from controller.commands import advise, data, operate, orders, policy
 from controller.commands.common import DEFAULT_DATABASE, DatabaseOption, JsonOption, RedisOption, errors
 from policies.settings import ConfigOption, from_environment
 from storage.logs import LogFormat, LogFormatOption, configure_logging
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Adaptive control loop for speculative decoding with an online quality error budget.",
 )
-for group in (operate, orders, data, policy):
+for group in (operate, orders, data, policy, advise):
     group.register(app)
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

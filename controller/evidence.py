@@ -122,6 +122,17 @@ class EvidenceBuffer:
     def __len__(self) -> int:
         return len(self._pending)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was not taken in, by why; only what has happened."""
+        counted = {
+            "set_aside": self.set_aside,
+            "unknown_request": self.unknown,
+            "settled_by_the_cap": self.forced,
+            "conflicting_score": self.conflicts,
+        }
+        return {name: count for name, count in counted.items() if count}
+
     def add_request(self, record: RequestRecord, epoch: int, level: int, now: float) -> bool:
         """Take in a request record, once; False for a duplicate. Only drawn forks of touched requests wait here."""
         key = record.request_id

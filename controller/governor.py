@@ -200,7 +200,7 @@ class Governor(Intake):
             forks_matured=r.labelled,
             requests_in_window=self._ledger.requests,
             evidence_epoch=self._track.epoch,
-            counts=dict(self.counts),
+            counts=self.counts | self._buffer.counts,
             held_until=self._hold[1] if self._hold is not None and self._hold[0] != "exhausted" else None,
         )
 

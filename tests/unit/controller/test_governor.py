@@ -159,6 +159,18 @@ def test_scores_may_come_before_their_request_and_twice() -> None:
     assert buffer.unknown == 5
 
 
+def test_two_streams_that_disagree_are_counted_and_the_first_counts() -> None:
+    """The same scorer and version with another value, before or after the pair is complete; a repeat is none."""
+    feed = Feed()
+    key = feed.request(1.0, 1)
+    for value in (1.0, 1.0, 0.0):
+        feed.governor.observe_score(score(key, "served", value), 1.0)
+    feed.governor.observe_score(score(key, "fork", 1.0), 1.0)
+    feed.governor.observe_score(score(key, "fork", 0.5), 1.0)
+    counts = feed.tick(2.0).counts
+    assert (counts["conflicting_score"], counts["set_aside"]) == (2, 3)
+
+
 def test_two_scorer_versions_make_no_pair() -> None:
     """Until the same version has scored both branches."""
     buffer = evidence.EvidenceBuffer(20.0)

@@ -111,6 +111,13 @@ def test_a_scorer_sends_labels_only(as_role: Callable[[str], redis.Redis], clien
             attempt()
 
 
+def test_the_rules_are_documented_as_they_are() -> None:
+    """To be copied from the page."""
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    for role, rules in ACL_RULES.items():
+        assert f"ACL SETUSER lenity-{role} on >PASSWORD {rules}\n" in page
+
+
 def test_a_wrong_password_is_an_error_that_does_not_tell_it(
     as_role: Callable[[str], redis.Redis], stream_server: EmbeddedServer
 ) -> None:

@@ -81,6 +81,7 @@ class Trace:
     segments: tuple[Segment, ...]
     noise: float = 0.05
     recorded: bool = False
+    held_out: bool = False  # never looked at while the controller's constants were chosen
 
 
 # -- synthetic ---------------------------------------------------------------------------------------------------------
@@ -200,6 +201,61 @@ SYNTHETIC: dict[str, Callable[[int, np.random.Generator], tuple[Segment, ...]]] 
 }
 
 
+def rise(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    levels = (0.5, 0.6, 0.7, 0.8, 0.88)
+    return constant(levels, n // 5, rng, machine(draft=0.002))
+
+
+def short_cycle(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    return constant((0.6, 0.85) * 4, n // 8, rng, machine(draft=0.0015))
+
+
+def long_requests(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    kinds = np.repeat(rng.choice([0.85, 0.6, 0.3], size=n // 300 + 1, p=[0.6, 0.3, 0.1]), 300)[:n]
+    return (Segment("requests of three kinds", drawn(kinds, rng), machine(draft=0.002)),)
+
+
+def slow_stretches(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    text = drawn(stretches(n, 0.9, 0.5, (200, 100), rng), rng)
+    return (Segment("stretches of 200 and 100", text, machine()),)
+
+
+def night_and_day(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    waves = (2, 8, 32, 16, 4)
+    return tuple(
+        Segment(f"{rows} rows", drawn(np.full(n // 8 * rows, 0.8), rng), machine(rows, saturates=40.0), rows)
+        for rows in waves
+    )
+
+
+def cold_and_middling(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    return constant((0.7,), n // 4, rng, machine(draft=0.002))
+
+
+def slower_target(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    """The target's device is shared for a while: a pass takes twice as long."""
+    costs = (machine(draft=0.003), machine(draft=0.003, target=0.040), machine(draft=0.003))
+    names = ("a pass of 20 ms", "of 40 ms", "of 20 ms again")
+    return tuple(Segment(name, drawn(np.full(n // 3, 0.75), rng), c) for name, c in zip(names, costs, strict=True))
+
+
+def nearly_even(n: int, rng: np.random.Generator) -> tuple[Segment, ...]:
+    """Drafting and plain decoding take about as long."""
+    return constant((0.4, 0.3), n // 2, rng, machine(draft=0.006))
+
+
+HELD_OUT: dict[str, Callable[[int, np.random.Generator], tuple[Segment, ...]]] = {
+    "rise": rise,
+    "short cycle": short_cycle,
+    "long requests": long_requests,
+    "slow stretches": slow_stretches,
+    "night and day": night_and_day,
+    "cold and middling": cold_and_middling,
+    "slower target": slower_target,
+    "nearly even": nearly_even,
+}
+
+
 # -- recorded ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +300,9 @@ def traces(tokens: int, seed: int, only: Sequence[str] = ()) -> list[Trace]:
     for i, (name, make) in enumerate(SYNTHETIC.items()):
         if not only or name in only:
             made.append(Trace(name, make(tokens, np.random.default_rng([seed, i]))))
+    for i, (name, make) in enumerate(HELD_OUT.items()):
+        if not only or name in only:
+            made.append(Trace(name, make(tokens, np.random.default_rng([seed, 200 + i])), held_out=True))
     for i, (name, (file, kinds)) in enumerate(RECORDED.items()):
         if not only or name in only:
             segments = recorded(file, kinds, tokens // len(kinds), np.random.default_rng([seed, 100 + i]))

@@ -75,7 +75,7 @@ def test_batches_are_timed_by_their_widest_row() -> None:
 def test_every_kind_of_trace_is_there_and_repeats() -> None:
     """Same seed, same traces; at least 12 of them, synthetic and recorded."""
     first, second = traces(1600, 3), traces(1600, 3)
-    assert [t.name for t in first] == [*SYNTHETIC, *RECORDED]
+    assert [t.name for t in first] == [*SYNTHETIC, *HELD_OUT, *RECORDED]
     assert len(first) >= 12
     for a, b in zip(first, second, strict=True):
         for s, t in zip(a.segments, b.segments, strict=True):

@@ -12,6 +12,7 @@ from bench.regret_lenity import Lenity
 from bench.regret_rivals import Ema, EmaFormula, Fixed, Greedy, Heuristic, Round
 from bench.regret_traces import (
     DATA,
+    HELD_OUT,
     RECORDED,
     SYNTHETIC,
     G,

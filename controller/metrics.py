@@ -182,6 +182,8 @@ def _version() -> str:
         return "unknown"
 
 
+_COUNTER = CounterMetricFamily
+
 FAMILIES: tuple[Family, ...] = (
     _by_class("lenity_requests", "Finished requests.", ("arm",), _requests, CounterMetricFamily),
     _count("lenity_touches", "Tokens that leniency accepted and lossless verification would have rejected.", "touches"),
@@ -252,5 +254,13 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _per_pool("lenity_leader", "1 on the controller that leads the pool.", lambda v: v.leader),
     _per_pool("lenity_leader_epoch", "Fencing epoch of this controller.", lambda v: v.epoch),
+    _per_pool("lenity_controllers", "Controllers that are there for the pool.", lambda v: v.controllers),
+    _per_pool("lenity_entries_lost", "Entries gone before they were read.", lambda v: v.entries_lost, _COUNTER),
+    _per_pool("lenity_blocks_missing", "Block numbers that have not come.", lambda v: v.blocks_missing),
+    _per_pool("lenity_handler_failures", "Entries that no handler took.", lambda v: v.handler_failures, _COUNTER),
+    _per_pool("lenity_ticks_missed", "Ticks that did not run in time.", lambda v: v.ticks_missed, _COUNTER),
+    _per_pool("lenity_tick_failures", "Ticks in which a pool failed.", lambda v: v.tick_failures, _COUNTER),
+    _per_pool("lenity_spooled_ticks", "Ticks on disk while the database is away.", lambda v: v.spooled_ticks),
+    _per_pool("lenity_rows_lost", "Ticks whose rows found no place.", lambda v: v.rows_lost, _COUNTER),
     _per_pool("lenity_degraded", "How many things do not work at the moment.", lambda v: len(v.degraded)),
 )

@@ -110,7 +110,7 @@ class Service:
         self.jobs.add("roll up", ROLL_UP_S, lambda: self.history.roll_up(self.clock.now()))
         self.jobs.add("retention", RETENTION_S, self._retain)
         registry = CollectorRegistry()
-        ControllerMetrics(registry, self.board)
+        self.metrics = ControllerMetrics(registry, self.board)
         self.app = create_app(
             self.board,
             self.history,
@@ -159,6 +159,8 @@ class Service:
             log.info("pool given up: its policy is gone", pool=pool)
             self.runners.pop(pool).close(now, self.config.loop.patience)
             self.board.remove(pool)
+            self.metrics.forget(pool)
+        self.metrics.files_rejected(sum(not self._in_force(path) for path in self.policies.rejected))
         for pool in change.added:
             self.runners[pool] = PoolRunner(self.policies.files[pool], self.parts)
 

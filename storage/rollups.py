@@ -25,7 +25,7 @@ By = Literal["position", "bucket"]
 
 STEPS = (MINUTE, HOUR, DAY)
 TABLES: dict[str, Table] = {"tokens": token_rollups, "rounds": round_rollups}
-_CHUNK_S = 600  # seconds of one class that a transaction takes on: a few hundred rows, some 10 ms
+_CHUNK_S = 300  # seconds of one class that a transaction takes on: a few hundred rows, some 10 ms
 _LOCK = 0x6C656E697481  # jobs of several controllers take turns
 
 
@@ -37,7 +37,7 @@ def resolution(span_s: float, rows: int, steps: Sequence[int] = STEPS) -> int:
 def roll_up(database: Database, now: float, *, pause: Callable[[], None] = lambda: None) -> int:
     """Add what is finished and was not added before to its longer stretches; returns how many rows that were.
 
-    Each transaction takes on ten minutes of one class; `pause` is called between two of them.
+    Each transaction takes on five minutes of one class; `pause` is called between two of them.
     """
     done = 0
     for table, add in ((points, _add_points), (token_rollups, _add_sums), (round_rollups, _add_sums)):
@@ -97,10 +97,17 @@ def _add_points(connection: Connection, _: Table, rows: Sequence[RowMapping]) ->
     sums: dict[tuple[int, float], dict[str, tuple[int, float]]] = {}
     counts: dict[tuple[int, float], int] = defaultdict(int)
     for row in rows:
-        for step in STEPS:
-            key = (step, _start(row["time"], step))
-            counts[key] += 1
-            _add(sums.setdefault(key, {}), {name: (1, value) for name, value in row["values"].items()})
+        key = (MINUTE, _start(row["time"], MINUTE))
+        counts[key] += 1
+        minute = sums.setdefault(key, {})
+        for name, value in row["values"].items():
+            n, total = minute.get(name, (0, 0.0))
+            minute[name] = (n + 1, total + value)
+    for (_, time), minute in list(sums.items()):
+        for step in (HOUR, DAY):
+            key = (step, time // step * step)
+            counts[key] += counts[MINUTE, time]
+            _add(sums.setdefault(key, {}), minute)
     of = {name: rows[0][name] for name in ("pool", "traffic_class")}
     c = table.c
     stretches = [(step, as_utc(time)) for step, time in sums]

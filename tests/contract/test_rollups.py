@@ -111,11 +111,11 @@ def test_the_current_minute_waits(history: History, epoch: int) -> None:
 
 
 def test_transactions_are_short_and_others_get_their_turn(history: History, epoch: int) -> None:
-    """Ten minutes of one class each; between two of them somebody else can write."""
+    """Five minutes of one class each; between two of them somebody else can write."""
     save_minutes(history, epoch, *range(0, HOUR, MINUTE))
     turns: list[int] = []
     history.roll_up(START + HOUR, pause=lambda: turns.append(history.claim_epoch("code", "x", START)))
-    assert turns == list(range(1, 13))
+    assert turns == list(range(1, 25))
 
 
 # -- points ------------------------------------------------------------------------------------------------------------

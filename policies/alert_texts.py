@@ -94,14 +94,15 @@ TEXTS: dict[str, AlertText] = {
     ),
     "LenityWorkerLossless": AlertText(
         "ticket",
-        "Worker {{ $labels.instance }} obeys no lease",
+        "Worker {{ $labels.instance }} of pool {{ $labels.pool }} obeys no lease",
         "It decodes losslessly with the last block length: it has seen no valid lease for 5 minutes, or cannot do what"
         " the lease asks for.",
     ),
     "LenityTelemetryDropped": AlertText(
         "ticket",
-        "Worker {{ $labels.instance }} dropped {{ $value | humanize }} telemetry entries in 15 minutes",
-        "Its buffer was full, since the stream was slow or away. Decoding went on. What was dropped is missing from the"
+        "Worker {{ $labels.instance }} of pool {{ $labels.pool }} drops telemetry",
+        "{{ $value | humanize }} entries in 15 minutes: its buffer was full, since the stream was slow or away."
+        " Decoding went on. What was dropped is missing from the"
         " estimates; forks among it count as lost at their deadline.",
     ),
 }

@@ -71,10 +71,12 @@ def fleet_group(runbooks: str = DEFAULT_RUNBOOKS) -> Group:
         "pool_class:lenity_acceptance:ratio_rate15m < 0.6 * pool_class:lenity_acceptance:ratio_rate1d"
         f" and sum {_BY} (increase(lenity_examined_tokens_total[15m])) > 2000"
     )
-    dropped = "sum by (instance) (increase(lenity_worker_telemetry_dropped_total[15m])) > 0"
+    pool = " * on (instance) group_left (pool) max by (instance, pool) (lenity_worker_info)"
+    lossless = f"(1 - max by (instance) (lenity_worker_leased)){pool} == 1"
+    dropped = f"sum by (instance) (increase(lenity_worker_telemetry_dropped_total[15m])){pool} > 0"
     rules += [
         alert("LenityAcceptanceCollapse", collapse, "10m"),
-        alert("LenityWorkerLossless", "min by (instance) (lenity_worker_leased) == 0", "5m"),
+        alert("LenityWorkerLossless", lossless, "5m"),
         alert("LenityTelemetryDropped", dropped),
     ]
     return {"name": "lenity", "rules": rules}

@@ -257,7 +257,8 @@ def test_raw_counters_are_exported():
     bench = Bench(Engine(**TOUCHED), count=2)
     bench.run()
     for name, value in (
-        ("drafted_tokens", 16), ("examined_tokens", 6), ("accepted_tokens", 4), ("touches", 4), ("tokens", 6), ("target_passes", 4),
+        ("drafted_tokens", 16), ("examined_tokens", 6), ("accepted_tokens", 4),
+        ("touches", 4), ("tokens", 6), ("target_passes", 4),
     ):  # fmt: skip
         assert bench.metric(f"lenity_worker_{name}_total", traffic_class="code") == value
     assert bench.metric("lenity_worker_requests_total", traffic_class="code", arm="lenient") == 2

@@ -191,9 +191,12 @@ def test_what_holds_for_a_pool_fires(check: Callable[..., None]) -> None:
             f"lenity_leader{{{own}}}": [1.0] * minutes,
         },
     }
+    about = 'lenity_worker_info{instance="w", pool="p"}'
     late = ("LenityDeadLetters", "LenityTelemetryDropped")  # an increase is over after 15 minutes
     for alert, series in causes.items():
-        others = {f"lenity_ticks_total{{{own}}}": alive} if "lenity_ticks_total" not in str(series) else {}
+        others: dict[str, list[float | None]] = {about: [1.0] * minutes}
+        if "lenity_ticks_total" not in str(series):
+            others[f"lenity_ticks_total{{{own}}}"] = alive
         at = f"{quiet + (5 if alert in late else 20)}m"
         check(CALM, "1m", others | series, {f"{quiet - 2}m": {firing(alert): 0}, at: {firing(alert): 1}})
 
@@ -244,7 +247,12 @@ def test_every_alert_says_what_why_and_where_to_read_on() -> None:
 
 def test_rules_read_only_what_is_exported_or_recorded() -> None:
     exported = {f.name + ("_total" if f.kind.__name__.startswith("Counter") else "") for f in FAMILIES}
-    exported |= {"lenity_ticks_total", "lenity_worker_leased", "lenity_worker_telemetry_dropped_total"}
+    exported |= {
+        "lenity_ticks_total",
+        "lenity_worker_leased",
+        "lenity_worker_info",
+        "lenity_worker_telemetry_dropped_total",
+    }
     all_rules = rules(HEAD)
     recorded = {rule["record"] for rule in all_rules if "record" in rule}
     read = {name for rule in all_rules for name in metric_names(rule["expr"])}

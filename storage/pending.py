@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, cast
 
 import redis
@@ -95,7 +96,8 @@ class Pending:
         deliveries = held[0][1]
         condemned = deliveries >= self._max
         at_once = 1 if condemned else _BATCH.get(max(1, deliveries), 1)
-        ids: Any = [entry_id for entry_id, n in held[:at_once] if n <= deliveries]
+        # Up to the first one that was delivered more often: none is passed over.
+        ids: Any = [entry_id for entry_id, n in takewhile(lambda h: h[1] <= deliveries, held[:at_once])]
         reply = self._client.xclaim(self._key, self._group, consumer, 0, ids)
         fields = {entry_id.decode(): values for entry_id, values in cast("Any", reply) if entry_id is not None}
         return Step([(i, fields.get(i) or None) for i in ids], careful=deliveries > 1, condemned=condemned)

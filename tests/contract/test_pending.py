@@ -106,6 +106,20 @@ def test_the_entry_that_ends_every_reader_is_set_aside_and_the_others_flow(
     assert client.xpending(telemetry_key(pool), "controller")["pending"] == 0  # type: ignore[index]
 
 
+def test_no_entry_is_passed_over_for_being_delivered_more_often(
+    client: redis.Redis, writer: StreamWriter, pool: str
+) -> None:
+    """Two readers at work for a moment (a leader that does not know yet that it is none) mix the numbers of deliveries."""
+    send(writer, pool, *range(6))
+    entries = StreamReader(client, pool).read()
+    for i in (2, 2, 4):
+        client.xclaim(telemetry_key(pool), "controller", "controller", 0, [entries[i][0]])
+    reader, found = StreamReader(client, pool), list[int]()
+    while more := reader.read():
+        found += seqs(more)
+    assert found == list(range(6))
+
+
 def test_an_entry_of_the_snapshot_is_never_set_aside(client: redis.Redis, writer: StreamWriter, pool: str) -> None:
     """It was handled and saved, and only the acknowledgement was lost, as often as it may."""
     send(writer, pool, 0)

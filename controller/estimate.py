@@ -47,6 +47,7 @@ __all__ = ["Curve", "CurveEstimator", "Settings", "settings_path"]
 BORROW_BELOW = 32.0  # effective rounds a position needs to speak for itself
 CLUSTER_ROUNDS = 64  # rounds per batch when the correlation of rounds is measured
 PRIOR_CLUSTERS, PRIOR_INFLATION, MOST_INFLATION = 8.0, 2.0, 64.0
+ELSEWHERE, ELSEWHERE_CONFIDENT = 0.1, 0.3  # shift of touches with round starts (bench.offpolicy); rules that trust q
 CUT_ROUNDS, MOST_SHIFT = 16.0, 1.5  # rounds from which shorter blocks are judged; by how much that may change tokens
 UNSEEN_ERROR = 0.5  # relative standard error of a borrowed rejection or touch rate
 
@@ -67,6 +68,7 @@ class CurveEstimator:
             raise ValueError(f"g_max must be at least 1 and the half life positive: {g_max!r}, {half_life_rounds!r}")
         self.rule, self.g_max, self.half_life_rounds = get_rule(rule).name, g_max, float(half_life_rounds)
         self.settings = settings or settings_path()
+        self._elsewhere = ELSEWHERE_CONFIDENT if get_rule(rule).draft_confidence else ELSEWHERE
         shape = (len(self.settings), g_max)
         # Weighted sums over the rounds that drafted position j: products up to j, products before j, touches at j,
         # touches up to j and their squares; then the weights and squared weights.
@@ -188,7 +190,8 @@ class CurveEstimator:
 
         The smaller of two upper estimates: the spread of whole rounds that drafted that far, and the error at the
         position before plus that of the conditional rate (at most that of as many coin flips as rounds arrived there).
-        Both are inflated by the measured correlation of rounds. One unseen touch in all the effective rounds is added.
+        Both are inflated by the measured correlation of rounds. One unseen touch in all the effective rounds is added,
+        and for touches the tolerance for rounds that start elsewhere at another knob.
         """
         inflate_reach, inflate_touches = self._inflation()
         reach_se, touches_se = np.zeros_like(reach), np.zeros_like(touches)
@@ -212,6 +215,7 @@ class CurveEstimator:
             reach_se[:, j + 1] = chained
             touches_se[:, j + 1] = chained_touches
         touches_se[1:, 1:] = np.hypot(touches_se[1:, 1:], 1 / max(float(n[0]), 1.0))
+        touches_se[1:] = np.hypot(touches_se[1:], self._elsewhere * touches[1:])
         return reach_se, touches_se
 
     def _inflation(self) -> tuple[float, float]:

@@ -109,7 +109,7 @@ def test_the_entry_that_ends_every_reader_is_set_aside_and_the_others_flow(
 def test_no_entry_is_passed_over_for_being_delivered_more_often(
     client: redis.Redis, writer: StreamWriter, pool: str
 ) -> None:
-    """Two readers at work for a moment (a leader that does not know yet that it is none) mix the numbers of deliveries."""
+    """Two readers at work for a moment (a leader that does not know that it is none) mix the numbers of deliveries."""
     send(writer, pool, *range(6))
     entries = StreamReader(client, pool).read()
     for i in (2, 2, 4):

@@ -285,6 +285,7 @@ def _log_odds(mean: float) -> float:
 
 REQUESTS_RUN_LENGTH = 10_000.0  # of the signals that come once per request or fork
 FACTOR = 4.0  # seconds of a round are looked at up to this many times, or parts of, what was expected
+AT_ONCE = 8  # lengths of requests that are looked at together, since a test costs as much for one as for eight
 LENGTH_UNITS = 50  # requests from which the usual length is taken
 
 
@@ -299,6 +300,7 @@ class Watch:
             "quality": Detector("quality", REQUESTS_RUN_LENGTH),
         }
         self._length = [0.0, 0.0]  # requests and tokens from which the usual length was taken
+        self._tokens: list[float] = []  # lengths that wait to be looked at
 
     def draft(self, block: TokenBlock) -> Alarm | None:
         """Lossless acceptance over the positions that a lossless rule would have examined, a unit per round."""
@@ -314,8 +316,12 @@ class Watch:
         if self._length[0] < LENGTH_UNITS:
             self._length = [self._length[0] + 1, self._length[1] + tokens]
             return None
+        self._tokens.append(float(tokens))
+        if len(self._tokens) < AT_ONCE:
+            return None
         usual = max(1.0, self._length[1] / self._length[0])
-        return self.detectors["mix"].add([1.0], [-math.expm1(-tokens / usual)])
+        values, self._tokens = -np.expm1(-np.array(self._tokens) / usual), []
+        return self.detectors["mix"].add(np.ones(AT_ONCE), values)
 
     def quality(self, loss: float) -> Alarm | None:
         """Score lost by the lenient branch of a pair, in [-1, 1]; what was won counts as nothing lost."""
@@ -323,7 +329,11 @@ class Watch:
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able state."""
-        return {"detectors": [d.to_state() for d in self.detectors.values()], "length": self._length}
+        return {
+            "detectors": [d.to_state() for d in self.detectors.values()],
+            "length": self._length,
+            "tokens": self._tokens,
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
@@ -333,6 +343,7 @@ class Watch:
             detector = Detector.from_state(saved)
             made.detectors[detector.signal] = detector
         made._length = [float(v) for v in state["length"]]
+        made._tokens = [float(v) for v in state.get("tokens", ())]
         return made
 
 

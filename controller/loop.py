@@ -19,8 +19,8 @@ from typing import Any, Protocol, cast
 import structlog
 
 from controller.costs import CostModel
-from controller.ingest import Batch, Deduplicator, Source, by_kind, drain
-from controller.merge import merged, sample
+from controller.ingest import Deduplicator, Source, by_kind, drain
+from controller.observe import Observer
 from controller.orders import Orders
 from controller.replay import significant
 from controller.rollup import Rollup
@@ -40,7 +40,6 @@ from storage.records import (
     QualityScore,
     Record,
     RequestRecord,
-    TokenBlock,
     to_fields,
 )
 from storage.tables import to_json
@@ -148,7 +147,8 @@ class PoolLoop:
         self._slices: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
         self._firing: dict[tuple[str, str], bool] = {}
         self._last_telemetry: float | None = None
-        self.dead_letters = self.handler_failures = 0
+        self.dead_letters = 0
+        self._observer = Observer(self.pool, self._set_aside)
         self.ticks_missed = self.tick_failures = 0  # of the process; whoever ticks says so
         self.controllers = 1
         self.degraded: dict[str, str] = {}
@@ -239,64 +239,17 @@ class PoolLoop:
         if batch.last_id is not None:
             self._last_id, self._last_telemetry = batch.last_id, now
         self._ids += batch.ids
-        self._observe(batch, now)
+        self._observer.take_in(batch, lambda name: self._steer(name, now), self._rollup, now)
         _, requests, forks, scores = by_kind(batch.records)
         self._unsaved.requests += requests
         self._unsaved.forks += forks
         self._unsaved.scores += scores
 
-    def _observe(self, batch: Batch, now: float) -> None:
-        """Take in every record; one that cannot be handled is set aside, and the others count."""
-        blocks: dict[str, list[TokenBlock]] = {}
-        entries: dict[int, str] = {}
-        for entry_id, record in zip(batch.entries, batch.records, strict=True):
-            if isinstance(record, TokenBlock):
-                blocks.setdefault(record.traffic_class, []).append(record)
-                entries[id(record)] = entry_id
-            else:
-                self._attempt(self._take_in, record, entry_id, now)
-        for of_class in blocks.values():
-            chosen, others = sample(of_class)
-            for block in others:
-                self._attempt(self._count, block, entries[id(block)], now)
-            for several in merged(chosen):
-                try:
-                    self._measure(several, now)
-                except Exception:
-                    log.exception("blocks cannot be handled together", pool=self.pool)
-                    for block in [b for b in chosen if (b.worker, b.boot) == (several.worker, several.boot)]:
-                        self._attempt(self._measure, block, entries[id(block)], now)
-            for block in of_class:
-                self._rollup.add(block, now, self._steer(block.traffic_class, now).policy.traffic_class)
-
-    def _attempt(self, handle: Callable[[Any, float], None], record: Record, entry_id: str, now: float) -> None:
+    def _set_aside(self, entry_id: str, record: Record, reason: str) -> None:
         try:
-            handle(record, now)
-        except Exception as e:
-            self.handler_failures += 1
-            log.exception("an entry cannot be handled", pool=self.pool, entry=entry_id)
-            reason = f"the handler failed: {type(e).__name__}: {e}"
-            try:
-                self._reader.dead_letter(entry_id, to_fields(record), reason)
-            except StorageError as away:
-                self.degraded["stream"] = f"could not set an entry aside: {away}"
-
-    def _measure(self, block: TokenBlock, now: float) -> None:
-        """Estimates, costs and counters of one block."""
-        self._steer(block.traffic_class, now).observe_block(block, now)
-
-    def _count(self, block: TokenBlock, now: float) -> None:
-        """Only the counters of one block: the estimates have enough without it."""
-        self._steer(block.traffic_class, now).count_block(block, now)
-
-    def _take_in(self, record: RequestRecord | ForkRecord | QualityScore, now: float) -> None:
-        steer = self._steer(record.traffic_class, now)
-        if isinstance(record, RequestRecord):
-            steer.observe_request(record, now)
-        elif isinstance(record, ForkRecord):
-            steer.observe_fork(record, now)
-        else:
-            steer.observe_score(record, now)
+            self._reader.dead_letter(entry_id, to_fields(record), reason)
+        except StorageError as e:
+            self.degraded["stream"] = f"could not set an entry aside: {e}"
 
     def _obey(self, now: float) -> None:
         """Pass operators' orders on to the classes that they are for."""
@@ -427,7 +380,7 @@ class PoolLoop:
                 controllers=self.controllers,
                 entries_lost=self._reader.lost,
                 blocks_missing=self._seen.gaps,
-                handler_failures=self.handler_failures,
+                handler_failures=self._observer.failures,
                 ticks_missed=self.ticks_missed,
                 tick_failures=self.tick_failures,
                 database_away=self._saver.away,

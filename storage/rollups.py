@@ -103,7 +103,7 @@ def _add_points(connection: Connection, _: Table, rows: Sequence[RowMapping]) ->
         for name, value in row["values"].items():
             n, total = minute.get(name, (0, 0.0))
             minute[name] = (n + 1, total + value)
-    for (_, time), minute in list(sums.items()):
+    for (_step, time), minute in list(sums.items()):
         for step in (HOUR, DAY):
             key = (step, time // step * step)
             counts[key] += counts[MINUTE, time]

@@ -37,7 +37,7 @@ from decoder.strategies.base import (
     may_be_lenient,
 )
 from decoder.strategies.confidence import Confidence, certain, mean_confidence, min_confidence, quantile_confidence
-from policies.rules import RULES
+from policies.rules import RULES, confidence_threshold
 
 CHUNK = 8  # drafted tokens in a step, after which others get their turn and stop strings are looked for
 
@@ -135,7 +135,7 @@ class SequenceCascade(Strategy):
         sure = self._confidence(session, answer, now)
         if now.rule in self.rules:
             session.row.confidence = sure or 0.0
-        believed = lenient and sure is not None and sure >= 1 - now.theta
+        believed = lenient and sure is not None and sure >= confidence_threshold(now.theta)
         if believed and not session.touch(now, answer.tokens, ()):
             session.emit(answer.tokens)
             yield session.row

@@ -174,7 +174,13 @@ def _check_counts(fleet: Fleet) -> None:
         seen |= {(worker, boot, seq) for seq in range(first, last + 1) if known.take(seq) is None}
     sent, accepted = ({tuple(line) for line in ledger[kind]} for kind in ("sent", "accepted"))
     assert len(accepted) > KILLS
-    assert accepted <= seen <= sent
+    lost = sorted(accepted - seen)
+    stored = [history.find_request(".".join(map(str, block))) is not None for block in lost]
+    history.close()
+    assert not lost, (
+        f"{len(lost)} accepted blocks are not in the state, such as {lost[:9]}; their requests: {stored[:9]}"
+    )
+    assert seen <= sent
     totals = state["classes"]["default"]["totals"]
     assert totals["drafted"] == POSITIONS * len(seen), "each block counts once"
     assert totals["requests.untouched"] == len(seen), "and so does each request"

@@ -6,6 +6,7 @@ the stream position that state includes, and only while the writer's epoch is st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
@@ -20,7 +21,7 @@ from storage.convert import Alert, Point, clean, decision_dict, decision_of, dec
 from storage.database import Database
 from storage.errors import LeaseRefused
 from storage.records import Action, Decision, ForkRecord, OperatorAction, QualityScore, RequestRecord
-from storage.rollups import STEPS, By, Kind, means, resolution, roll_up, select_points, select_sums
+from storage.rollups import STEPS, By, Kind, means, resolution, roll_up, select_points, select_sums, select_unrolled
 from storage.rows import MINUTE, RollupRow, RoundRow, TokenRow
 from storage.schema import SchemaStatus
 from storage.summary import number
@@ -227,15 +228,17 @@ class History:
     ) -> list[Point]:
         """The newest `limit` points of a class later than `since` and not later than `until`, oldest first.
 
-        With a `step` in seconds, means over the longest of minutes, hours and days that is no longer than it; below a
-        minute, and without one, the ticks themselves, which are kept for a shorter time.
+        With a `step` in seconds, means over the longest of minutes, hours and days that is no longer than it, up to the
+        newest tick; below a minute, and without one, the ticks themselves, which are kept for a shorter time.
         """
         kept = max((s for s in STEPS if step is not None and s <= step), default=None)
-        query = select_points(pool, cls, kept, since, until)
-        return [
-            Point(pool, cls, row["time"].timestamp(), row["values"] if kept is None else means(row))
-            for row in reversed(self._rows(query, limit))
-        ]
+        rows = self._rows(select_points(pool, cls, kept, since, until), limit)
+        if kept is None:
+            return [Point(pool, cls, row["time"].timestamp(), row["values"]) for row in reversed(rows)]
+        fresh = self._rows(select_unrolled(pool, cls, since, until), MAX_ROWS) if limit > 0 else []
+        after = -math.inf if since is None else as_utc(since).timestamp()
+        found = [Point(pool, cls, time, v) for time, v in means(rows, fresh, kept).items() if time > after]
+        return found[max(0, len(found) - limit) :]
 
     def rollups(
         self,

@@ -148,9 +148,21 @@ def _insert(connection: Connection, table: Table) -> Any:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def means(row: RowMapping) -> dict[str, float]:
-    """The mean of each series over the points of a row of `point_rollups` that have it."""
-    return {name: total / n for name, (n, total) in _with_counts(row).items()}
+def means(rows: Iterable[RowMapping], ticks: Iterable[RowMapping], step: int) -> dict[float, dict[str, float]]:
+    """By the start of each stretch of `step` seconds, the mean of each series over the points that have it.
+
+    `rows` are those of `point_rollups` and `ticks` the points that no job has added to them yet.
+    """
+    sums = {row["time"].timestamp(): _with_counts(row) for row in rows}
+    for tick in ticks:
+        fresh = {name: (1, value) for name, value in tick["values"].items()}
+        _add(sums.setdefault(_start(tick["time"], step), {}), fresh)
+    return {time: {name: total / n for name, (n, total) in series.items()} for time, series in sorted(sums.items())}
+
+
+def select_unrolled(pool: str, cls: str, since: float | datetime | None, until: float | datetime | None) -> Select[Any]:
+    """Points of one class with `since` < time <= `until` that are in no stretch yet, newest first."""
+    return select_points(pool, cls, None, since, until).where(text("NOT rolled"))
 
 
 def select_points(

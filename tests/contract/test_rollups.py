@@ -159,6 +159,19 @@ def test_the_resolution_of_points_is_asked_for(history: History, epoch: int) -> 
     assert [p.time - START for p in history.points("chat", "default", step=MINUTE, limit=2)] == [6000, 6600]
 
 
+def test_stretches_reach_to_the_newest_tick(history: History, epoch: int) -> None:
+    """What no job has summed yet counts as well, in the stretch that is under way and in those after it."""
+    ticks = [Point("chat", "default", START + s, {"a": float(s)}) for s in range(0, 240, 30)]
+    history.save_tick("chat", epoch, START, points=ticks[:3])
+    history.roll_up(START + 240)
+    history.save_tick("chat", epoch, START, points=ticks[3:])
+    found = history.points("chat", "default", step=MINUTE)
+    assert [(p.time - START, p.values) for p in found] == [(60 * n, {"a": 60 * n + 15.0}) for n in range(4)]
+    assert [p.time - START for p in history.points("chat", "default", step=MINUTE, limit=2)] == [120, 180]
+    assert [p.time - START for p in history.points("chat", "default", step=MINUTE, since=at(60))] == [120, 180]
+    assert history.points("chat", "default", step=MINUTE, limit=0) == []
+
+
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 

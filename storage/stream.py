@@ -106,7 +106,7 @@ class StreamReader:
         *,
         keep_s: float = 3600.0,
         reclaim_s: float = 60.0,
-        max_deliveries: int = 5,
+        max_deliveries: int = 10,
     ):
         self._keep_s, self._reclaim_s = keep_s, reclaim_s
         self._client, self._pool, self._key = client, pool, telemetry_key(pool)

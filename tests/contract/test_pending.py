@@ -84,7 +84,7 @@ def test_the_entry_that_ends_every_reader_is_set_aside_and_the_others_flow(
     while True:
         lives += 1
         assert lives <= 10
-        reader, alive = StreamReader(client, pool), True
+        reader, alive = StreamReader(client, pool, max_deliveries=5), True
         while alive:
             batch = drain(reader, seen, pool)
             if not batch.ids:

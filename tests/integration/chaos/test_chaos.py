@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from controller.ingest import Boot
-from storage.connection import lease_key, telemetry_key
+from storage.connection import dead_key, lease_key, telemetry_key
 from storage.history import History
 from storage.seats import SeatStore
 from storage.stream import connect
@@ -144,6 +144,7 @@ def test_nothing_is_lost_and_nothing_counts_twice_over_fifty_kills(fleet: Fleet)
     key = telemetry_key(POOL)
     wait_until(lambda: _safely(lambda: client.xpending(key, "controller")["pending"] == 0), timeout=90, every=0.1)  # type: ignore[index]
     fleet.end("c1", "c2")
+    assert client.xlen(dead_key(POOL)) == 0, "nothing is set aside for having been delivered often"
     _check_counts(fleet)
     _check_leases(fleet)
     wait_until(lambda: not client.exists(lease_key(POOL, "default")), timeout=10 * TTL_S)

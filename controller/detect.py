@@ -297,7 +297,7 @@ class Watch:
             "draft": Detector("draft"),
             "cost": Detector("cost"),
             "mix": Detector("mix", REQUESTS_RUN_LENGTH),
-            "quality": Detector("quality", REQUESTS_RUN_LENGTH),
+            "quality": Detector("quality"),  # it pages
         }
         self._length = [0.0, 0.0]  # requests and tokens from which the usual length was taken
         self._tokens: list[float] = []  # lengths that wait to be looked at

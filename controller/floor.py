@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from controller.allowance import AlertState
+
+if TYPE_CHECKING:
+    from policies.class_policy import ClassPolicy
 
 SLICES = 20
 
@@ -45,3 +50,14 @@ class Floor:
         self = cls(state[0])
         self._slices = deque(list(s) for s in state[1])
         return self
+
+
+def floor_alerts(scores: Floor, policy: ClassPolicy, now: float) -> tuple[AlertState, ...]:
+    """Whether served answers score below the policy's floor, whatever else holds leniency back; none without one."""
+    if policy.floor is None:
+        return ()
+    mean = scores.below(policy.floor, now, policy.min_labels)
+    if mean is None:
+        return (AlertState("LenityFloorBreached", False, f"not below the floor of {policy.floor:g}"),)
+    detail = f"{policy.metric} is {mean:.3f} on served answers, below the floor of {policy.floor:g}"
+    return (AlertState("LenityFloorBreached", True, detail),)

@@ -98,7 +98,9 @@ class Goals(Governor):
             return own
         every = [(self.policy.metric, own), *((o.policy.metric, o.decide(now)) for o in self.others)]
         metric, least = min(every, key=lambda named: named[1].tau_allowed)
-        alerts = tuple(_worst([(m, a.alerts[i]) for m, a in every]) for i in range(len(own.alerts)))
+        alerts = tuple(
+            _worst([(m, x) for m, a in every for x in a.alerts if x.name == alert.name]) for alert in own.alerts
+        )
         explanation = f"Tightest of {len(every)} metrics is {metric}. {least.explanation}"
         return replace(
             least, alerts=alerts, fork=max(a.fork for _, a in every), explanation=explanation, counts=own.counts

@@ -25,6 +25,7 @@ from controller.allowance import (
     state_of,
 )
 from controller.budget import level_tau
+from controller.floor import floor_alerts
 from controller.forkplan import REST_TOLERANCE
 from controller.intake import Intake, K, arm_of
 from controller.track import Track, planned_per_touch
@@ -192,7 +193,7 @@ class Governor(Intake):
             remaining=r.remaining,
             burn=r.burn.by_window,
             burn_lower=r.burn.lower,
-            alerts=alerts_of(r, self._hold, self._hold_detail, tau > 0),
+            alerts=alerts_of(r, self._hold, self._hold_detail, tau > 0) + floor_alerts(self._floor, p, now),
             holdback=p.holdback,
             fork=self._fork(r, tau, now),
             label=1.0,

@@ -38,6 +38,12 @@ TEXTS: dict[str, AlertText] = {
         "{{ $value | humanizePercentage }} of the window's budget is left, and at <limit> leniency stops. Lenity"
         " decodes this class losslessly until the window has recovered.",
     ),
+    "LenityFloorBreached": AlertText(
+        "page",
+        _WHERE + ": served answers score below the policy's floor",
+        "The mean score of what was served in the window is below <floor>. Lenity decodes this class losslessly, so"
+        " what keeps the score low is not leniency: look at the target, the prompts and the scorer.",
+    ),
     "LenityTelemetryStale": AlertText(
         "ticket",
         _WHERE + ": no requests are seen",

@@ -150,9 +150,10 @@ def _budget_rules(c: ClassPolicy, series: str, runbooks: str) -> Iterator[Rule]:
     low = f"{remaining} <= {middle:.6g} and {remaining} > {c.stop:.6g}"
     yield alert("LenityBudgetLow", low, pending, limit=f"{middle:.0%}")
     yield alert("LenityBudgetExhausted", f"{remaining} <= {c.stop:.6g}", limit=f"{c.stop:.0%}")
-    for name in ("LenityTelemetryStale", "LenityLabelsStale"):
+    seen = ("LenityTelemetryStale", "LenityLabelsStale")  # by the controller; it knows what a window's labels say
+    for name in seen if c.floor is None else (*seen, "LenityFloorBreached"):
         firing = f'max {_BY} (lenity_alert_firing{{{series}, alert="{name}"}}) == 1'
-        yield alert(name, firing, pending, deadline=format_duration(c.label_deadline_s))
+        yield alert(name, firing, pending, deadline=format_duration(c.label_deadline_s), floor=f"{c.floor or 0:.4g}")
 
 
 def _alerts(runbooks: str, policy: str | None = None) -> Callable[..., Rule]:

@@ -134,7 +134,25 @@ def test_a_floor_only_tightens() -> None:
                     feed.settle(key, float(now), served=both, fork=both)
     assert low.last is not None and (low.last.state, low.last.reason) == ("breached", "floor")
     assert "below the floor of 0.9" in low.last.explanation
-    assert high.last == none.last
+    assert high.last is not None and none.last is not None
+    assert dataclasses.replace(high.last, alerts=high.last.alerts[:-1]) == none.last
+
+
+def test_below_the_floor_somebody_is_told() -> None:
+    """From `min_labels` scores on, also where something else holds leniency back; with two metrics, and never without
+    a floor."""
+    floored = dataclasses.replace(POLICY, floor=0.9, page=())
+    forced = Feed(floored)
+    forced.governor.act(order("lossless"), 0.5)
+    for feed, told in ((Feed(floored), True), (forced, True), (Feed(dataclasses.replace(floored, floor=0.4)), False)):
+        feed.tick(1.0)
+        for i in range(2 * POLICY.min_labels):
+            feed.settle(feed.request(1.0, 1), 1.0, served=float(i % 2), fork=float(i % 2))
+        (alert,) = [a for a in feed.tick(2.0).alerts if a.name == "LenityFloorBreached"]
+        assert alert.firing is told, alert.detail
+    assert not [a for a in Feed(POLICY).tick(1.0).alerts if a.name == "LenityFloorBreached"]
+    goals = Goals(dataclasses.replace(floored, also=(MetricGoal("style", 0.1),)), "token_v3")
+    assert [a.firing for a in goals.decide(1.0).alerts if a.name == "LenityFloorBreached"] == [False]
 
 
 def test_forks_cost_no_more_passes_than_the_policy_allows() -> None:

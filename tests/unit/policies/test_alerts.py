@@ -25,6 +25,7 @@ RUNBOOKS = ROOT / "docs" / "runbooks"
 BURN = firing("LenityBudgetBurn")
 
 HEAD = "version: lenity/v1\npool: p\nobjective: {metric: m, max_loss: 0.01, window: 30d}\n"
+FLOOR = HEAD.replace("metric: m,", "metric: m, floor: 0.8,") + "alerts: {page: []}\n"
 CALM = HEAD + "alerts: {page: []}\n"
 FAST = HEAD + "alerts: {page: [{long: 1h, short: 5m, budget: 2%}]}\n"  # factor 14.4 against a plan of 0.008
 
@@ -182,6 +183,7 @@ def test_what_holds_for_a_pool_fires(check: Callable[..., None]) -> None:
         "LenityBudgetExhausted": {f"lenity_budget_remaining_ratio{{{cls}}}": then(0.2, 0.03)},
         "LenityTelemetryStale": {f'lenity_alert_firing{{{cls}, alert="LenityTelemetryStale"}}': then(0, 1)},
         "LenityLabelsStale": {f'lenity_alert_firing{{{cls}, alert="LenityLabelsStale"}}': then(0, 1)},
+        "LenityFloorBreached": {f'lenity_alert_firing{{{cls}, alert="LenityFloorBreached"}}': then(0, 1)},
         "LenityWorkerLossless": {'lenity_worker_leased{instance="w", class="default"}': then(1, 0)},
         "LenityTelemetryDropped": {'lenity_worker_telemetry_dropped_total{instance="w", what="positions"}': then(0, 9)},
         "LenityControllerDown": {f"lenity_ticks_total{{{own}}}": [*alive[:quiet], *[None] * (minutes - quiet)]},
@@ -198,7 +200,8 @@ def test_what_holds_for_a_pool_fires(check: Callable[..., None]) -> None:
         if "lenity_ticks_total" not in str(series):
             others[f"lenity_ticks_total{{{own}}}"] = alive
         at = f"{quiet + (5 if alert in late else 20)}m"
-        check(CALM, "1m", others | series, {f"{quiet - 2}m": {firing(alert): 0}, at: {firing(alert): 1}})
+        text = FLOOR if alert == "LenityFloorBreached" else CALM
+        check(text, "1m", others | series, {f"{quiet - 2}m": {firing(alert): 0}, at: {firing(alert): 1}})
 
 
 @pytest.mark.peer("promtool")
@@ -219,7 +222,7 @@ def test_a_collapse_of_acceptance_fires_and_little_traffic_does_not(check: Calla
 
 
 def test_every_alert_has_its_page_and_every_page_its_alert() -> None:
-    policy = parse_policy(HEAD)
+    policy = parse_policy(FLOOR.replace("alerts: {page: []}\n", ""))
     groups = [*rule_groups(policy), fleet_group()]
     made = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
     assert made == set(TEXTS)
@@ -233,7 +236,8 @@ def test_every_alert_has_its_page_and_every_page_its_alert() -> None:
 
 
 def test_every_alert_says_what_why_and_where_to_read_on() -> None:
-    for rule in rules(HEAD):
+    assert not [rule for rule in rules(HEAD) if rule.get("alert") == "LenityFloorBreached"], "there is no floor"
+    for rule in rules(HEAD) + rules(FLOOR):
         if "alert" not in rule:
             continue
         assert rule["labels"]["severity"] in ("page", "ticket")

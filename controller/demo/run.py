@@ -92,7 +92,7 @@ class Run:
         phase.seen.append(f"{c['state']}: {c['touches_per_request_allowed']:.2f} touches per request allowed")
         c = self.wait_class(
             lambda c: c["state"] == "measured" and c["touches_per_request_allowed"] >= self.sizes.opened_touches,
-            110,
+            200,
             "evidence widens leniency",
         )
         phase.seen.append(
@@ -108,7 +108,7 @@ class Run:
             enough = len(records) >= 0.3 * self.sizes.baseline_requests
             return records if enough and _passes(records) <= goal else None
 
-        records = self.wait(faster, 45, "fewer target passes per token than the baseline")
+        records = self.wait(faster, 60, "fewer target passes per token than the baseline")
         phase.seen.append(f"{_pace(records)}; the baseline had {_pace(self.lossless_records)}")
 
     def shift(self, phase: Phase) -> None:
@@ -138,7 +138,7 @@ class Run:
         self.stage.world({"scorer": "strict"})
         c = self.wait_class(
             lambda c: c["theta"] == 0 and any(a["firing"] for a in c["alerts"]),
-            90,
+            120,
             "leniency is pulled back and an alert fires",
         )
         seconds = time.time() - since
@@ -162,7 +162,7 @@ class Run:
             enough = allowed >= max(2 * levels[0], self.sizes.recovered_touches) if levels else False
             return c["theta"] > 0 and c["state"] == "measured" and len(levels) >= 3 and enough
 
-        c = self.wait_class(recovered, 130, "leniency recovers in steps")
+        c = self.wait_class(recovered, 200, "leniency recovers in steps")
         shown = " → ".join(f"{x:.2f}" for x in _thin(levels, 5))
         phase.seen.append(f"touches per request allowed {shown} on {c['forks_matured']} fresh paired answers")
 

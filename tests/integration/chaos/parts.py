@@ -13,8 +13,9 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import redis
 import structlog
 
 from controller.desk import Desk
@@ -23,6 +24,7 @@ from controller.runner import Parts, PoolRunner
 from controller.seating import seat_name
 from controller.view import Board
 from policies.reload import PolicyFile
+from storage.connection import telemetry_key
 from storage.embedded import _bundled_binary
 from storage.errors import StorageError
 from storage.history import History
@@ -40,7 +42,7 @@ def worker(name: str, redis_url: str, ledger: Path) -> None:
     """Send one block and one request after the other, each until the server has taken it, and watch the leases.
 
     Ledger: a line before each attempt, one when it was accepted, and one for each lease seen (epoch, seq, seconds left,
-    ttl, when the question began and when the answer was there).
+    ttl, and by the server's clock a time before the question and one after the answer).
     """
     ending = _ending()
     client, boot = connect(redis_url), uuid.uuid4().hex[:8]
@@ -66,12 +68,12 @@ def worker(name: str, redis_url: str, ledger: Path) -> None:
                 else:
                     note("accepted", boot, seq)
                     break
-            asked = time.monotonic()
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(StorageError, redis.RedisError):
+                asked = server_time(client)
                 found = leases.read(POOL, "default")
                 if found is not None:
                     lease, left = found
-                    note("lease", lease.epoch, lease.seq, left, lease.ttl, asked, time.monotonic())
+                    note("lease", lease.epoch, lease.seq, left, lease.ttl, asked, server_time(client))
             ending.wait(0.02)
 
 
@@ -102,6 +104,23 @@ def controller(name: str, redis_url: str, database_url: str, directory: Path) ->
             runner.tick(time.time())
         ending.wait(TICK_S)
     runner.close(time.time(), 10.0)
+
+
+def server_time(client: redis.Redis) -> float:
+    """What the server's own clock says, in seconds."""
+    seconds, microseconds = cast("tuple[int, int]", client.time())
+    return seconds + microseconds / 1e6
+
+
+def unsettled(client: redis.Redis) -> int:
+    """Entries of the stream that the controllers have not acknowledged: those they were given, and those that nobody
+    has read, of which nothing is pending."""
+    key = telemetry_key(POOL)
+    groups = cast("list[dict[str, Any]]", client.xinfo_groups(key))
+    if not groups:
+        return int(client.xlen(key))  # type: ignore[arg-type]
+    delivered = groups[0]["last-delivered-id"].decode()
+    return int(groups[0]["pending"]) + len(cast("list[Any]", client.xrange(key, f"({delivered}", "+")))
 
 
 def _ending() -> threading.Event:

@@ -61,6 +61,8 @@ class Saver:
         self._waiting: deque[Tick] = deque()
         self._unsettled: deque[Tick] = deque()  # handed over and not in the database
         self._saved = 0  # how many of these are by now, from the left, up to one with a state
+        self._put_state: Tick | None = None  # the newest whose state is on the spool
+        self._epoch: int | None = None  # under which they are saved
         self._unwritten = 0  # ticks of which it is not known what came
         self._by_range = False
         self._refused: str | None = None
@@ -160,22 +162,45 @@ class Saver:
         self._flush()
         if self.spooled:
             try:
-                self._spool.replay(self._history.save_tick)
+                self._replay()
             except StorageError as e:
                 log.warning("ticks stay on the spool until the next start", ticks=self.spooled, error=str(e))
                 return
             with self._lock:
-                self._trouble, self._saved = None, len(self._unsettled)
+                self._trouble = None
+
+    def _replay(self) -> None:
+        """Save what is on the spool. Its state counts only when it was taken: not under a newer epoch than its own."""
+
+        def save(**values: Any) -> None:
+            try:
+                self._history.save_tick(**values)
+            except LeaseRefused as e:
+                if values["epoch"] == self._epoch:  # and not what a crash left of an earlier life
+                    with self._lock:
+                        self._refused = str(e)
+                raise
+            if values.get("snapshot") is not None and self._put_state is not None:
+                self._settle(self._put_state)
+
+        count = self._spool.replay(save)
+        self._put_state = None
+        log.info("ticks of the outage are saved", ticks=count)
+
+    def _settle(self, tick: Tick) -> None:
+        """The state of this tick is in the database, and includes what was observed before."""
+        with self._lock:
+            if tick in self._unsettled:
+                self._saved = max(self._saved, self._unsettled.index(tick) + 1)
 
     def _write(self, tick: Tick) -> None:
-        now = float(tick.values["now"])
+        now, self._epoch = float(tick.values["now"]), tick.values["epoch"]
         if self._trouble is not None and now < self._next_try:
             self._put_by(tick)
             return
         try:
             if self.spooled:
-                count = self._spool.replay(self._history.save_tick)
-                log.info("ticks of the outage are saved", ticks=count)
+                self._replay()
             self._history.save_tick(**tick.values)
         except LeaseRefused as e:
             with self._lock:
@@ -196,13 +221,14 @@ class Saver:
                 log.info("the database is back")
             self._trouble = None
             if tick.values.get("snapshot") is not None:
-                with self._lock:
-                    self._saved = self._unsettled.index(tick) + 1
+                self._settle(tick)
 
     def _put_by(self, tick: Tick) -> None:
         try:
             if not self._spool.append(tick.values):
                 self.rows_lost += 1
+            if tick.values.get("snapshot") is not None:
+                self._put_state = tick
         except StorageError as e:
             self.rows_lost += 1
             log.warning("the spool cannot be written", error=str(e))

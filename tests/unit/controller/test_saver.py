@@ -16,18 +16,20 @@ from tests.support import wait_until
 
 
 class Database:
-    """Keeps what it is given; `error` makes it fail, `gate` makes it hang."""
+    """Keeps what it is given; `error` makes it fail (of an older epoch's ticks it may keep the rows all
+    the same), `gate` makes it hang."""
 
     def __init__(self) -> None:
         self.saved: list[float] = []
         self.states: list[object] = []
         self.error: Exception | None = None
+        self.takes_superseded = False
         self.gate: threading.Event | None = None
 
     def save_tick(self, pool: str, epoch: int, now: float, **values: Any) -> None:
         if self.gate is not None:
             self.gate.wait(30)
-        if self.error is not None:
+        if self.error is not None and not (self.takes_superseded and values.get("superseded")):
             raise self.error
         self.saved.append(now)
         if values.get("snapshot") is not None:
@@ -204,4 +206,32 @@ def test_finishing_asks_once_more(rig: Rig) -> None:
     assert not rig.saver.finish(1.0)
     rig.database.error = None
     assert rig.saver.finish(1.0)
+    assert rig.saver.settled().ids == ["1-0"]
+
+
+def test_finishing_under_a_newer_epoch_leaves_the_entries_to_its_leader(rig: Rig) -> None:
+    """The rows that waited are kept, but the state is not taken: its entries are not in the one that counts."""
+    rig.database.error = StorageError("away")
+    rig.save(1)
+    rig.database.error = LeaseRefused("epoch 2 was claimed by another")
+    rig.database.takes_superseded = True
+    rig.saver.finish(1.0)
+    assert rig.database.saved == [1] and rig.database.states == []
+    with pytest.raises(LeaseRefused):
+        rig.saver.settled()
+
+
+def test_finishing_leaves_open_what_no_state_on_the_spool_includes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick whose state found no place on the disk is not saved when the rest is."""
+    rig.database.error = StorageError("away")
+    rig.save(1)
+
+    def full(tick: Any) -> bool:
+        raise StorageError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.spool, "append", full)
+        rig.save(2)
+    rig.database.error = None
+    assert not rig.saver.finish(1.0)
     assert rig.saver.settled().ids == ["1-0"]

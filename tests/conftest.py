@@ -116,7 +116,7 @@ def pool(client: redis.Redis) -> Iterator[str]:
     name = f"pool-{next(_numbers)}"
     yield name
     keys = client.keys(f"lenity:{{{name}}}:*")
-    forever = [key for key in keys if client.ttl(key) < 0 and client.type(key) != b"stream"]
+    forever = [key for key in keys if client.ttl(key) == -1 and client.type(key) != b"stream"]
     if keys:
         client.delete(*keys)
     assert not forever, f"keys without an end: {forever}"

@@ -29,6 +29,7 @@ from controller.steer import ClassSteer, Fence, kept_at_age
 from controller.tracing import traced
 from controller.view import Board, PoolView, Wanted
 from controller.views import class_view, point_of
+from policies.errors import PolicyError
 from policies.reload import Followed
 from storage.errors import LeaseRefused, StorageError
 from storage.history import Alert, History, Point
@@ -161,6 +162,7 @@ class PoolLoop:
         self.revision = history.add_policy_revision(
             self.pool, policy_file.text, sha, str(policy_file.path), now, accepted=True, error=None
         )
+        self._note_refusal(None, now)
         self._steer("default", now)
         for name in self.policy.classes:
             self._steer(name, now)
@@ -194,11 +196,7 @@ class PoolLoop:
     def _poll_policy(self, now: float) -> None:
         before = self._file.rejected
         change = cast("FollowedPolicy", self._file).poll()
-        rejected = self._file.rejected
-        if rejected is not None and rejected is not before:
-            log.warning("policy edit refused, the last good revision stays active", pool=self.pool, error=str(rejected))
-            text, sha = self._file.rejected_text, self._file.rejected_revision
-            self._unrecorded.append((text, sha, str(self._file.path), now, False, str(rejected)))
+        self._note_refusal(before, now)
         if change is not None:
             self.policy, sha = self._file.current
             self._unrecorded.append((self._file.text, sha, str(self._file.path), now, True, None))
@@ -210,6 +208,14 @@ class PoolLoop:
         for name in self.policy.classes:
             self._steer(name, now)
         log.info("policy revision active", pool=self.pool, revision=self.revision)
+
+    def _note_refusal(self, before: PolicyError | None, now: float) -> None:
+        """Say and write down what speaks against the newest edit, where it is not what was said `before`."""
+        rejected = self._file.rejected
+        if rejected is not None and rejected is not before:
+            log.warning("policy edit refused, the last good revision stays active", pool=self.pool, error=str(rejected))
+            text, sha = self._file.rejected_text, self._file.rejected_revision
+            self._unrecorded.append((text, sha, str(self._file.path), now, False, str(rejected)))
 
     def _record_revisions(self) -> None:
         """Write down the edits; while the database is away an accepted one has the next number until it has its own."""

@@ -28,6 +28,7 @@ from controller.metrics import ControllerMetrics
 from controller.runner import Parts, PoolRunner
 from controller.seating import seat_name
 from controller.view import Board, Wanted
+from policies.recall import Accepted
 from policies.reload import PolicySet
 from storage import retention
 from storage.errors import StorageError
@@ -83,11 +84,13 @@ class Service:
 
     def _build(self) -> None:
         config = self.config
-        self.policies = PolicySet(config.policies)
         self.history = History(config.database_url)
         self._stack.callback(self.history.close)
         self._stack.enter_context(single_controller(config.database_url))
         self.history.upgrade()
+        self.policies = PolicySet(config.policies, self._known)
+        for error in self.policies.rejected.values():
+            log.warning("policy refused", error=str(error))
         self.client = connect(config.redis_url, name="lenity-controller")
         self._stack.callback(self.client.close)
         place = config.name or socket.gethostname()
@@ -163,6 +166,10 @@ class Service:
         self.metrics.files_rejected(sum(not self._in_force(path) for path in self.policies.rejected))
         for pool in change.added:
             self.runners[pool] = PoolRunner(self.policies.files[pool], self.parts)
+
+    def _known(self) -> list[Accepted]:
+        """What was in force when a controller last said so, for pools whose file cannot be used now."""
+        return [Accepted(row["pool"], row["text"], row["source"]) for row in self.history.policies_in_force()]
 
     def _retain(self) -> None:
         policies = [policy.current[0] for policy in list(self.policies.files.values())]

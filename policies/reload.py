@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from policies.errors import PolicyError
 from policies.load import Loaded, validate
 from policies.model import Policy
 from policies.read import read_text
+from policies.recall import Accepted, recall, same
 
 
 @dataclass(frozen=True)
@@ -208,14 +210,16 @@ class Member(Followed):
 class PolicySet:
     """Follows policy files and directories of them, one policy per pool.
 
-    ``files`` has what is in force by pool; ``rejected`` says by file why it is not used. At the start whatever is good
-    is used, and PolicyError is raised where nothing is. Later a bad file leaves the last good policy of its pool in
-    force; a file that is gone from a directory takes its pool with it, one that was named stays. Of two files for one
-    pool the one in force stays, and at the start neither counts. A file cannot change its pool while no other file
+    ``files`` has what is in force by pool; ``rejected`` says by file why it is not used. A bad file leaves the last
+    good policy of its pool in force, at the start the one that ``known`` has; PolicyError is raised where there is none
+    at all. A file that is gone from a directory takes its pool with it, one that was named stays. Of two files for one
+    pool the one in force stays, and neither counts where none is. A file cannot change its pool while no other file
     takes that over. Whatever changes counts once two readings in a row agree.
+
+    ``known`` gives the newest accepted policy of every pool, newest first, and is asked only where a file is bad.
     """
 
-    def __init__(self, paths: Iterable[str | Path]) -> None:
+    def __init__(self, paths: Iterable[str | Path], known: Callable[[], Iterable[Accepted]] = tuple) -> None:
         self._paths = _distinct(Path(path) for path in paths)
         self._directories = {path for path in self._paths if path.is_dir()}
         self.files: dict[str, Member] = {}
@@ -223,6 +227,7 @@ class PolicySet:
         self._listed = self._list(())
         self._new: dict[Path, Source] = {}
         self._sources = {path: Source(path) for path in self._listed}
+        self._recall(known)
         self._assign()
         if not self.files:
             where = ", ".join(map(str, self._paths))
@@ -246,6 +251,24 @@ class PolicySet:
                 del known[path]
                 changed.append(True)
         return self._assign() if any(changed) else SetChange()
+
+    def _recall(self, known: Callable[[], Iterable[Accepted]]) -> None:
+        """Put in force again what bad files had before, and of two files for one pool the one that had it."""
+        outcomes = {path: source.outcome for path, source in self._sources.items()}
+        claims = Counter(o.policy.pool for o in outcomes.values() if isinstance(o, Loaded))
+        if len(claims) == claims.total() == len(outcomes):
+            return
+        accepted = list(known())
+        for path, outcome in outcomes.items():
+            if isinstance(outcome, Refused):
+                loaded = recall(path, outcome.text, accepted)
+            elif claims[outcome.policy.pool] > 1:
+                of_it = (a for a in accepted if a.pool == outcome.policy.pool and same(a.source, path))
+                loaded = recall(path, outcome.text, of_it)
+            else:
+                continue
+            if loaded is not None and (isinstance(outcome, Loaded) or not claims[loaded.policy.pool]):
+                self.files.setdefault(loaded.policy.pool, Member(path, loaded))
 
     def _list(self, before: tuple[Path, ...]) -> tuple[Path, ...]:
         found: list[Path] = []

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, case, or_, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, case, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from storage import operators, schema, summary, tables
@@ -165,17 +165,15 @@ class History:
     ) -> int:
         """Record a policy document, accepted or refused with `error`; returns its revision number.
 
-        The same document again, directly after itself, is the same revision: a restart makes no new one.
+        What is in force already is the same revision again, whatever was refused since; so is the newest refusal. A
+        restart makes no new one.
         """
         table = tables.policy_revisions
         row: dict[str, Any] = {"pool": pool, "text": clean(text), "sha": sha, "source": clean(source)}
         row |= {"accepted": accepted, "error": None if error is None else clean(error)}
         with self.database.writing(f"record a policy of {pool}") as connection:
-            newest = (
-                connection.execute(select(table).where(table.c.pool == pool).order_by(table.c.revision.desc()).limit(1))
-                .mappings()
-                .first()
-            )
+            query = select(table).where(table.c.pool == pool, or_(not accepted, table.c.accepted))
+            newest = connection.execute(query.order_by(table.c.revision.desc()).limit(1)).mappings().first()
             if newest is not None and all(newest[name] == value for name, value in row.items()):
                 return int(newest["revision"])
             inserted = connection.execute(table.insert().values(**row, time=now).returning(table.c.revision))
@@ -186,6 +184,13 @@ class History:
         table = tables.policy_revisions
         query = select(table).where(table.c.pool == pool).order_by(table.c.revision.desc())
         return [dict(row) for row in self._rows(query, limit)]
+
+    def policies_in_force(self) -> list[dict[str, Any]]:
+        """The newest accepted policy of every pool, as `policy_revisions` gives them, newest first."""
+        table = tables.policy_revisions
+        newest = select(func.max(table.c.revision)).where(table.c.accepted).group_by(table.c.pool)
+        query = select(table).where(table.c.revision.in_(newest)).order_by(table.c.revision.desc())
+        return [dict(row) for row in self._rows(query, MAX_ROWS)]
 
     # -- operators -----------------------------------------------------------------------------------------------------
 

@@ -328,17 +328,23 @@ def test_alerts_come_back_newest_first(history: History, epoch: int) -> None:
 
 
 def test_policy_revisions_are_numbered_and_a_restart_makes_no_new_one(history: History) -> None:
-    """The same document twice in a row is one revision; going back to an older one is a new one."""
+    """What is in force is the same revision, whatever was refused since; going back to an older one is a new one."""
 
     def add(document: str, accepted: bool = True, error: str | None = None) -> int:
         return history.add_policy_revision("chat", document, f"sha-{document}", "p.yaml", NOW, accepted, error)
 
-    assert [add("a"), add("a"), add("b"), add("a"), add("bad", False, "line 3"), add("a")] == [1, 1, 2, 3, 4, 5]
-    assert history.add_policy_revision("code", "a", "sha-a", "q.yaml", NOW, accepted=True, error=None) == 6
+    assert [add("a"), add("a"), add("b"), add("a"), add("bad", False, "line 3")] == [1, 1, 2, 3, 4]
+    assert [add("a"), add("bad", False, "line 3"), add("worse", False, "line 3"), add("c")] == [3, 4, 5, 6]
+    assert history.add_policy_revision("code", "a", "sha-a", "q.yaml", NOW, accepted=True, error=None) == 7
+    assert add("bad", False, "line 4") == 8
     newest = history.policy_revisions("chat", 2)
-    assert [(r["revision"], r["accepted"], r["error"]) for r in newest] == [(5, True, None), (4, False, "line 3")]
-    assert newest[0]["time"] == datetime.fromtimestamp(NOW, UTC)
-    assert newest[0]["text"] == "a"
+    assert [(r["revision"], r["accepted"], r["error"]) for r in newest] == [(8, False, "line 4"), (6, True, None)]
+    assert newest[1]["time"] == datetime.fromtimestamp(NOW, UTC)
+    assert newest[1]["text"] == "c"
+    assert [(r["pool"], r["revision"], r["text"]) for r in history.policies_in_force()] == [
+        ("code", 7, "a"),
+        ("chat", 6, "c"),
+    ]
 
 
 def test_requests_are_summed_by_arm_with_their_scores(history: History, epoch: int) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
+from structlog.testing import capture_logs
 
 from controller.loop import LoopConfig
 from controller.service import Service, ServiceConfig, spool_directory
@@ -31,17 +33,28 @@ from tests.support_storage import a_request
 
 
 @pytest.fixture
-def service(valkey: EmbeddedServer, tmp_path: Path) -> Iterator[Service]:
-    """Two pools, ticked by hand."""
+def config(valkey: EmbeddedServer, tmp_path: Path) -> Iterator[ServiceConfig]:
+    """Two pools in a directory."""
     for pool in ("one", "two"):
         (tmp_path / f"{pool}.yaml").write_text(POLICY.format(pool=f"service-{pool}"))
-    config = ServiceConfig(valkey.url, f"sqlite:///{tmp_path / 'h.db'}", (tmp_path,), loop=LoopConfig(ttl_s=60.0))
-    made = Service(config)
-    yield made
-    made.close()
+    yield ServiceConfig(valkey.url, f"sqlite:///{tmp_path / 'h.db'}", (tmp_path,), loop=LoopConfig(ttl_s=60.0))
     client = connect(valkey.url)
     client.delete(*client.keys("lenity:{service-*"))
     client.close()
+
+
+@pytest.fixture
+def service(config: ServiceConfig) -> Iterator[Service]:
+    """Ticked by hand."""
+    made = Service(config)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def log_output() -> Iterator[list[Any]]:
+    with capture_logs() as entries:
+        yield entries  # type: ignore[misc]
 
 
 def leading(service: Service) -> list[str]:
@@ -80,6 +93,47 @@ def test_one_pool_that_fails_does_not_hold_up_the_others(service: Service, monke
     view = service.board.pool("service-two")
     assert view is not None
     assert view.time == 200.0
+
+
+def test_a_restart_with_bad_policies_goes_on_with_the_last_good_ones(
+    config: ServiceConfig, tmp_path: Path, log_output: list[Any]
+) -> None:
+    """From the database, by pool or, where the file names none, by file; what is refused is said everywhere."""
+    service = Service(config)
+    now = service.clock.now()
+    wait_until(lambda: service.tick(now) or len(leading(service)) == 2)  # type: ignore[func-returns-value]
+    before = {loop.pool: loop.revision for loop in service.loops}
+    service.close()
+    (tmp_path / "one.yaml").write_text(POLICY.format(pool="service-one").replace("max_loss: 0.2", "max_los: 0.3"))
+    (tmp_path / "two.yaml").write_text("pool: [")
+    (tmp_path / "new.yaml").write_text("version: lenity/v1\npool: service-new\n")
+    again = Service(config)
+    try:
+        wait_until(lambda: again.tick(now + 1) or len(leading(again)) == 2)  # type: ignore[func-returns-value]
+        again.tick(now + 2)
+        assert {loop.pool: loop.revision for loop in again.loops} == before, "no new revision is made of it"
+        assert {loop.policy.objective.max_loss for loop in again.loops} == {0.2}
+        api = TestClient(again.app, base_url="http://127.0.0.1")
+        for pool, file, words in (("one", "one.yaml:3: objective.max_los", "unknown key"), ("two", "two.yaml:1", "")):
+            view = again.board.pool(f"service-{pool}")
+            assert view is not None and view.policy_rejected is not None
+            assert file in view.policy_rejected and words in view.policy_rejected
+            told = api.get(f"/v1/pools/service-{pool}/policy").json()
+            assert (told["active"]["revision"], told["rejection"]) == (before[view.pool], view.policy_rejected)
+            assert told["rejected"]["error"] == view.policy_rejected
+            assert f'lenity_policy_rejected{{pool="service-{pool}"}} 1.0' in api.get("/metrics").text
+            refused = [e for e in log_output if e["event"].startswith("policy edit refused") and e["pool"] == view.pool]
+            assert len(refused) == 1
+        assert "lenity_policy_files_rejected 1.0" in api.get("/metrics").text, "the one without a past"
+        for pool, file in (("one", "one.yaml"), ("two", "two.yaml")):
+            good = POLICY.format(pool=f"service-{pool}").replace("max_loss: 0.2", "max_loss: 0.1")
+            (tmp_path / file).write_text(good)
+        for later in (3, 4, 5):
+            again.tick(now + later)
+        assert {loop.policy.objective.max_loss for loop in again.loops} == {0.1}
+        assert all(view.policy_rejected is None for view in again.board.pools())
+    finally:
+        again.close()
 
 
 def test_lossless_can_be_forced_while_the_database_is_away(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from policies.errors import PolicyError
+from policies.recall import Accepted
 from policies.reload import PolicySet, SetChange, policy_files
 
 
@@ -239,3 +240,60 @@ def test_each_swap_of_a_mounted_config_map_is_one_reload(tmp_path: Path) -> None
             change = files.files["chat"].poll()
             seen += [] if change is None else [change.policy.objective.max_loss]
     assert seen == [0.02, 0.03, 0.04]
+
+
+# -- what was in force before the start --------------------------------------------------------------------------------
+
+
+def test_a_bad_file_goes_on_with_what_its_pool_had(directory: Path) -> None:
+    """Known by the pool that it names, else by the file that it was; a good file needs no memory."""
+    (directory / "a.yaml").write_text(text("a", "2"))
+    (directory / "b.yml").write_text("pool: {")
+    (directory / "c.yaml").write_text(text("c"))
+    asked = []
+
+    def known() -> list[Accepted]:
+        asked.append(1)
+        elsewhere = str(directory / "moved.yaml")
+        return [
+            Accepted("b", text("b", "0.03"), str(directory / "." / "b.yml")),
+            Accepted("a", text("a", "0.02"), elsewhere),
+            Accepted("c", text("c", "0.04"), elsewhere),
+            Accepted("earlier", text("earlier"), str(directory / "b.yml")),
+        ]
+
+    files = PolicySet([directory], known)
+    assert losses(files) == {"a": 0.02, "b": 0.03, "c": 0.01}
+    assert asked == [1]
+    assert {pool: member.rejected is not None for pool, member in files.files.items()} == {
+        "a": True,
+        "b": True,
+        "c": False,
+    }
+    assert files.files["a"].rejected_text == text("a", "2")
+    assert set(files.rejected) == {str(directory / "a.yaml"), str(directory / "b.yml")}
+    (directory / "a.yaml").write_text(text("a", "0.02"))
+    assert not settled(files).changed, "the same as what is in force"
+    assert losses(files)["a"] == 0.02
+    assert files.files["a"].rejected is None
+
+
+def test_of_two_files_the_one_goes_on_that_had_the_pool(directory: Path) -> None:
+    (directory / "b.yml").write_text(text("a", "0.02"))
+    files = PolicySet([directory], lambda: [Accepted("a", text("a"), str(directory / "b.yml"))])
+    assert losses(files) == {"a": 0.02}
+    assert "a.yaml" in str(files.files["a"].rejected)
+    with pytest.raises(PolicyError, match="a policy already"):
+        PolicySet([directory], lambda: [Accepted("a", text("a"), "gone.yaml")])
+
+
+def test_a_memory_that_fits_nothing_is_none(directory: Path) -> None:
+    """Other pools and files, a pool that a good file has, and a text that is no policy any more."""
+    (directory / "a.yaml").write_text("")
+    (directory / "b.yml").write_text(text("b", "2"))
+    here = str(directory / "a.yaml")
+    for accepted in (Accepted("z", text("z"), "z.yaml"), Accepted("b", text("b", "3"), here)):
+        with pytest.raises(PolicyError):
+            PolicySet([directory], lambda accepted=accepted: [accepted])  # type: ignore[misc]
+    (directory / "b.yml").write_text(text("b"))
+    assert losses(PolicySet([directory], lambda: [Accepted("b", text("b", "0.05"), here)])) == {"b": 0.01}

@@ -20,6 +20,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleEr
 from storage.errors import RecordRefused, StorageError
 
 BUSY_TIMEOUT_S = 5
+LONGEST_PAUSE_S = 3.0  # between two statements of a transaction that writes: less than any heartbeat lasts by default
 _POSTGRES_SETTINGS = {"timezone": "UTC", "statement_timeout": "15s", "lock_timeout": "5s"}
 
 
@@ -94,12 +95,21 @@ class Database:
         options = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SETTINGS.items())
         defaults = {"connect_timeout": 5, "application_name": "lenity", "options": options}
         given = {name for name in defaults if name in self.url.query}
-        return create_engine(
+        engine = create_engine(
             self.url,
             connect_args={name: value for name, value in defaults.items() if name not in given},
             pool_pre_ping=True,
             pool_timeout=BUSY_TIMEOUT_S,
         )
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: Connection) -> None:
+            """A leader that was stopped in the middle of a write must not keep others from claiming the epoch."""
+            if connection.get_execution_options().get("immediate", False):
+                pause_ms = int(LONGEST_PAUSE_S * 1000)
+                connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {pause_ms}")
+
+        return engine
 
 
 def _begin_to_write(connection: Connection) -> None:

@@ -54,6 +54,7 @@ def upgrade(database: Database) -> SchemaStatus:
         if not database.sqlite:
             connection.execute(text("SET LOCAL lock_timeout = '60s'"))
             connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
         before = _status(connection)
         _refuse_newer(database, before)

@@ -53,9 +53,9 @@ class Drafted(NamedTuple):
         """What a request's record says; None if it drafted no whole answer."""
         if record.confidence is None or record.tokens < 1 or record.draft_s <= 0:
             return None
-        believed = record.arm == "lenient"
-        target_s = None if believed else max(0.0, record.total_s - record.draft_s)
-        return cls(record.confidence, record.draft_s, target_s, record.tokens)
+        if record.arm == "lenient":  # all of its seconds, with those that the draft waited for others
+            return cls(record.confidence, max(record.draft_s, record.total_s), None, record.tokens)
+        return cls(record.confidence, record.draft_s, max(0.0, record.total_s - record.draft_s), record.tokens)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class CascadeEstimator:
         if drafted is not None:
             self._drafted.append(drafted)
 
-    def curve(self, target_s_per_token: float | None = None) -> CascadeCurve:
+    def curve(self, target_s_per_token: float | None = None, points: int | None = None) -> CascadeCurve:
         """See `cascade_curve`."""
-        return cascade_curve(self._drafted, target_s_per_token)
+        return cascade_curve(self._drafted, target_s_per_token, points)
 
     def to_state(self) -> list[list[Any]]:
         """JSON-able state."""
@@ -112,8 +112,10 @@ class CascadeEstimator:
         return made
 
 
-def cascade_curve(drafted: Iterable[Drafted], target_s_per_token: float | None = None) -> CascadeCurve:
-    """Share, seconds per token and touches at every threshold.
+def cascade_curve(
+    drafted: Iterable[Drafted], target_s_per_token: float | None = None, points: int | None = None
+) -> CascadeCurve:
+    """Share, seconds per token and touches at every threshold, or at ``points`` of them (None: all), evenly chosen.
 
     ``target_s_per_token`` are the seconds in which the target answers without the cascade, for answers that were
     believed; measured on those that were not when it is None. Raises TooFewSamples below `LEAST` answers, and when no
@@ -133,6 +135,8 @@ def cascade_curve(drafted: Iterable[Drafted], target_s_per_token: float | None =
     target = np.array([one.tokens * target_s_per_token if one.target_s is None else one.target_s for one in answers])
     confidence = np.array([one.confidence for one in answers])
     last = np.append(np.flatnonzero(np.diff(confidence)), n - 1)  # the last answer of each confidence
+    if points is not None and len(last) > points - 1:
+        last = last[np.unique(np.linspace(0, len(last) - 1, points - 1).astype(int))]
     believed = np.concatenate(([0], last + 1))
     saved = np.concatenate(([0.0], np.cumsum(target)))[believed]
     seconds = (draft.sum() + target.sum() - saved) / tokens.sum()
@@ -167,21 +171,31 @@ class Option:
 
 
 def cascade_option(
-    strategy: str, curve: CascadeCurve, *, allowed: float, max_theta: float = 1.0, pessimism: float = 1.0
+    strategy: str,
+    curve: CascadeCurve,
+    *,
+    allowed: float,
+    max_theta: float = 1.0,
+    pessimism: float = 1.0,
+    holdback: float = 0.0,
 ) -> Option | None:
     """The fastest threshold whose touches per request, with ``pessimism`` standard errors and one unseen answer, stay
-    at or below ``allowed``; None if only a threshold that believes nothing does. Raises Infeasible below zero."""
+    at or below ``allowed``; None if only a threshold that believes nothing does. Raises Infeasible below zero.
+
+    The share ``holdback`` of the answers that would be believed is held back, and takes the target's seconds too.
+    """
     if not allowed >= 0:
         raise Infeasible(f"even an untouched request has no fewer than {allowed} touches")
     upper = curve.share + pessimism * np.hypot(curve.share_se, 1 / curve.answers)
-    fits = (upper <= allowed) & (curve.theta <= max_theta + 1e-12) & (curve.share > 0)
+    fits = (upper <= allowed) & (curve.theta <= max_theta + 1e-12) & (curve.share > 0) & (curve.threshold > 0)
     if not fits.any():
         return None
-    i = int(np.where(fits, curve.seconds_per_token, np.inf).argmin())
+    seconds = (1 - holdback) * curve.seconds_per_token + holdback * curve.seconds_per_token[0]
+    i = int(np.where(fits, seconds, np.inf).argmin())
     return Option(
         strategy,
         float(curve.theta[i]),
-        float(curve.seconds_per_token[i]),
+        float(seconds[i]),
         float(curve.seconds_se[i]),
         float(curve.share[i]),
         float(upper[i]),

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from controller.cascade import CascadeCurve, Option, cascade_option
 from controller.curve import Curve, F, Ints, Settings
 from controller.solve import Solution, choose, frontier, gain_noise, plan_for, within_reach
 from policies.errors import SolveError
-from storage.records import CapRow, Decision, KnobRow, Lease, Trial
+from storage.records import MAX_DEPTH, CapRow, Decision, KnobRow, Lease, Trial
 
 if TYPE_CHECKING:
     from policies.model import ClassPolicy
@@ -33,7 +34,11 @@ FEW_FACTOR = 1.0  # the same while too few rounds are known since a change
 CAP_SHARES = (0.0, 0.25, 0.5, 0.75)
 MOST_EXPLORED = 4.0  # where nothing is drafted, rounds with one draft are up to this many times as frequent
 REPEAT_S = 60.0  # a decision is worth storing at least this often
+READ_ONLY = 1e-6  # knob of a cascade that is only to say how sure its drafts are: at 0 it would draft nothing
 _DROPPED_BITS = 11  # of the 23 of a float32's mantissa
+_CASCADES = ("cascade", "cascade_trial")
+_PACKED = ("curve", "trial", "fence", "frozen", *_CASCADES)  # in a form of their own
+_COLUMNS = ("threshold", "share", "share_se", "seconds_per_token", "seconds_se")
 _ARRAYS = ("reach", "touches", "reach_se", "touches_se")
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...], float]  # draft, verify, overhead of a round, by block length
@@ -85,6 +90,30 @@ class TrialInputs:
 
 
 @dataclass(frozen=True)
+class CascadeInputs:
+    """A sequence cascade, leased or on trial: the share of requests that get it, the touches per request that it may
+    cause, and its curve, None while too few of its answers are known."""
+
+    share: float
+    strategy: str
+    rule: str
+    allowed: float
+    curve: CascadeCurve | None
+
+    def option(self, x: Inputs, share: float = 1.0) -> Option | None:
+        """The best threshold within ``share`` of what is allowed; None where nothing may be believed."""
+        if self.curve is None or not x.learnt:
+            return None
+        return cascade_option(
+            self.strategy,
+            self.curve,
+            allowed=share * self.allowed,
+            max_theta=x.limits["max_theta"],
+            holdback=x.holdback,
+        )
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Everything a lease rests on.
 
@@ -112,17 +141,24 @@ class Inputs:
     plain: tuple[int, ...] = ()
     frozen: tuple[KnobRow, ...] | None = None
     trial: TrialInputs | None = None
+    cascade: CascadeInputs | None = None  # leased: its rounds are lossless
+    cascade_trial: CascadeInputs | None = None
 
 
 @dataclass(frozen=True)
 class Solved:
-    """Knobs by batch bucket, limits by share of the budget, the solution that touches most, and that of the trial."""
+    """Knobs by batch bucket, limits by share of the budget, the solution that touches most, and that of the trial.
+
+    ``option`` and ``trial_option`` are a cascade's best threshold, leased and on trial.
+    """
 
     table: tuple[KnobRow, ...]
     caps: tuple[CapRow, ...]
     solution: Solution | None
     trial: Solution | None = None
     trial_table: tuple[KnobRow, ...] = ()
+    option: Option | None = None
+    trial_option: Option | None = None
 
 
 def limits_of(policy: ClassPolicy) -> dict[str, Any]:
@@ -137,7 +173,7 @@ def solve_for(x: Inputs) -> Solved:
         return Solved((KnobRow(1, min(DEFAULT_G, x.limits["g_max"]), 0.0, 0.0),), (), None)
     max_theta, g_max = x.limits["max_theta"], x.limits["g_max"]
     g_max = min(g_max, max(within_reach(x.curve, g_max), *x.held.values(), 0))
-    d_allowed = x.d_allowed if x.learnt else 0.0
+    d_allowed = x.d_allowed if x.learnt and x.cascade is None else 0.0
     plan = plan_for(x.curve, d_allowed=d_allowed, max_theta=max_theta, g_max=g_max)
     table, solutions = [], []
     for rows, seconds in x.seconds.items():
@@ -156,7 +192,7 @@ def solve_for(x: Inputs) -> Solved:
         front = frontier(x.curve, d_allowed=d_allowed * share, max_theta=max_theta, g_max=g_max)
         caps.append(CapRow(share, *front.knobs(x.curve, g)))
     most = max(solutions, key=lambda s: s.touches_per_token_upper)
-    solved = Solved(tuple(table), tuple(caps), most)
+    solved = _with_cascades(x, Solved(tuple(table), tuple(caps), most))
     if x.trial is None or not x.learnt:
         return solved
     trial = plan_for(x.trial.curve, d_allowed=x.trial.d_allowed, max_theta=max_theta, g_max=g_max)
@@ -165,15 +201,38 @@ def solve_for(x: Inputs) -> Solved:
     return replace(solved, trial=max(tried.values(), key=lambda s: s.touches_per_token_upper), trial_table=knobs)
 
 
+def _with_cascades(x: Inputs, solved: Solved) -> Solved:
+    """The cascades' thresholds: the leased one's in place of the rounds' knobs, that of the one on trial beside them.
+    The target's own rounds keep the block lengths."""
+    rounds = solved.table
+    if x.cascade is not None:
+        option = x.cascade.option(x)
+        some = [x.cascade.option(x, share) for share in CAP_SHARES]
+        knobs = [(0.0, 0.0) if o is None else (o.theta, 1.0) for o in some]
+        caps = tuple(CapRow(share, *knob, MAX_DEPTH) for share, knob in zip(CAP_SHARES, knobs, strict=True))
+        solved = replace(solved, table=_believing(rounds, 0.0 if option is None else option.theta), caps=caps)
+        solved = replace(solved, option=option)
+    if x.cascade_trial is not None and x.learnt:
+        option = x.cascade_trial.option(x)
+        table = _believing(rounds, READ_ONLY if option is None else option.theta)
+        solved = replace(solved, trial_table=table, trial_option=option)
+    return solved
+
+
+def _believing(rounds: tuple[KnobRow, ...], theta: float) -> tuple[KnobRow, ...]:
+    return tuple(KnobRow(row.batch, row.g, theta, float(theta > 0)) for row in rounds)
+
+
 def lease_of(x: Inputs, solved: Solved | None = None) -> Lease:
     """The lease that these inputs lead to. Raises SolveError as `solve_for` does."""
     solved = solved or solve_for(x)
     table = knobs_of(x, solved)
     table = tuple(replace(row, g=0, theta=0.0, rho=0.0) if row.batch in x.plain else row for row in table)
     lenient = not x.plain and solved.solution is not None and solved.solution.theta > 0
-    trial = None
-    if x.trial is not None and solved.trial is not None and not x.plain:
-        trial = Trial(x.trial.share, x.trial.strategy, x.trial.rule, solved.trial_table)
+    lenient = lenient or (solved.option is not None and not x.plain)
+    trial, tried = None, x.cascade_trial or x.trial
+    if tried is not None and solved.trial_table and not x.plain:
+        trial = Trial(tried.share, tried.strategy, tried.rule, solved.trial_table)
     measured = lenient or trial is not None
     limits = x.limits
     return Lease(
@@ -239,7 +298,7 @@ def rounded(values: F) -> F:
 
 def pack(x: Inputs) -> dict[str, Any]:
     """JSON-able `Inputs`."""
-    plain = {f.name: getattr(x, f.name) for f in fields(x) if f.name not in ("curve", "trial", "fence", "frozen")}
+    plain = {f.name: getattr(x, f.name) for f in fields(x) if f.name not in _PACKED}
     plain["limits"] = {k: list(v) if isinstance(v, tuple) else v for k, v in x.limits.items()}
     plain["seconds"] = [[rows, _text(np.asarray((*d, *v, o)), "<f8"), len(d)] for rows, (d, v, o) in x.seconds.items()]
     plain["held"] = [[rows, g] for rows, g in x.held.items()]
@@ -250,6 +309,7 @@ def pack(x: Inputs) -> dict[str, Any]:
     if x.trial is not None:
         named = {f.name: getattr(x.trial, f.name) for f in fields(x.trial) if f.name != "curve"}
         plain["trial"] = named | {"curve": _pack_curve(x.trial.curve)}
+    plain |= {name: _pack_cascade(getattr(x, name)) for name in _CASCADES}
     return plain
 
 
@@ -265,6 +325,7 @@ def unpack(packed: Mapping[str, Any]) -> Inputs:
     values["curve"] = None if packed["curve"] is None else _unpack_curve(packed["curve"])
     if packed["trial"] is not None:
         values["trial"] = TrialInputs(**(packed["trial"] | {"curve": _unpack_curve(packed["trial"]["curve"])}))
+    values |= {name: _unpack_cascade(packed.get(name)) for name in _CASCADES}
     return Inputs(**values)
 
 
@@ -319,6 +380,27 @@ def _unpack_curve(packed: Mapping[str, Any]) -> Traced:
     if "starts" in packed:
         arrays["starts"] = _array(packed["starts"], "<f4")
     return Traced(settings=settings, by_depth=by_depth, n_eff=n_eff, used=set(packed["used"]), **arrays)
+
+
+def _pack_cascade(x: CascadeInputs | None) -> dict[str, Any] | None:
+    """A cascade with every bit of its curve's numbers."""
+    if x is None:
+        return None
+    named: dict[str, Any] = {f.name: getattr(x, f.name) for f in fields(x) if f.name != "curve"}
+    if x.curve is None:
+        return named | {"curve": None}
+    return named | {"curve": [_text(getattr(x.curve, n), "<f8") for n in _COLUMNS], "answers": x.curve.answers}
+
+
+def _unpack_cascade(packed: Mapping[str, Any] | None) -> CascadeInputs | None:
+    if packed is None:
+        return None
+    values = dict(packed)
+    answers = values.pop("answers", 0)
+    if values["curve"] is not None:
+        columns = {n: _array(text, "<f8") for n, text in zip(_COLUMNS, values["curve"], strict=True)}
+        values["curve"] = CascadeCurve(**columns, answers=int(answers))
+    return CascadeInputs(**values)
 
 
 def _text(values: F, dtype: str) -> str:

@@ -9,11 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from controller.cascading import ROUNDS, Cascading, arms_of
 from controller.contest import Contest, Verdict
 from controller.costs import CostModel, buckets_of
 from controller.detect import Alarm, Watch
 from controller.estimate import CurveEstimator
 from controller.goals import Goals
+from controller.intake import arm_of
 from controller.leasing import LEARNING_ROUNDS, Leasing
 from controller.meter import Meter
 from controller.replay import (
@@ -71,6 +73,8 @@ class ClassSteer(Leasing):
             self.solution, self._learned, self._rival = None, False, None
         if rule_changed:
             self.rule = policy.rules[0]
+        if rule_changed or self.arm not in arms_of(policy):
+            self.strategy = ROUNDS
             self.governor.switch(self.rule, now)
         self.governor.set_policy(policy, now)
         self.policy = policy
@@ -147,11 +151,12 @@ class ClassSteer(Leasing):
     def observe_request(self, record: RequestRecord, now: float) -> None:
         """Take in one served request."""
         self.governor.observe_request(record, now)
+        self._measure(record)
         self._note(self.watch.mix(record.tokens))
         self._arms[record.request_id] = record.arm
         while len(self._arms) > _KEPT_ARMS:
             self._arms.popitem(last=False)
-        if record.rule != self.rule:
+        if arm_of(record.strategy, record.rule) != self.arm:
             self._tried[record.request_id] = None
             while len(self._tried) > _KEPT_ARMS:
                 self._tried.popitem(last=False)
@@ -242,7 +247,8 @@ class ClassSteer(Leasing):
             solved = solve_for(x)
             self._table = knobs_of(x, solved)
             self._held = {row.batch: row.g for row in self._table}
-            x = replace(x, plain=tuple(sorted(self._plain_is_due(solved.table))))
+            due = self._plain_is_due(solved.table) if x.cascade is None else ()
+            x = replace(x, plain=tuple(sorted(due)))
             if x.plain:
                 explanation += " One interval of plain decoding measures what drafting is compared with."
             elif not enough:
@@ -250,16 +256,15 @@ class ClassSteer(Leasing):
                 ordered = self.governor.standing.order is not None
                 reason, explanation = (reason, f"{explanation} {learning}") if ordered else ("learning", learning)
         except SolveError as e:
-            x = replace(x, curve=None, trial=None)
+            x = replace(x, curve=None, trial=None, cascade_trial=None)
             solved = solve_for(x)
             self._held.clear()
             reason, explanation = "learning", f"Lossless while acceptance and costs are being measured: {e}."
-        self.solution, self.trial_solution = solved.solution, solved.trial
         if verdict.reason:
             reason, explanation = verdict.reason, f"{verdict.explanation} {explanation}"
         explanation += "".join(f" {sentence(alarm)}" for alarm in alarms)
         lease = lease_of(x, solved)
-        self._record(lease, allowance)
+        self._record(lease, solved, allowance)
         self.decision = Decision(
             pool=lease.pool,
             traffic_class=lease.traffic_class,
@@ -285,7 +290,8 @@ class ClassSteer(Leasing):
         }
         if self.solution is not None:
             values["solution"] = asdict(self.solution)
-        return values
+        options = {"cascade": self.option, "cascade_trial": self.trial_option}
+        return values | {name: asdict(option) for name, option in options.items() if option is not None}
 
     def _counterfactual(self) -> dict[str, Any]:
         """What the decision beat: plain decoding, and the best lossless block."""
@@ -310,6 +316,9 @@ class ClassSteer(Leasing):
         """JSON-able state from which `from_state` continues exactly."""
         return {
             "rule": self.rule,
+            "strategy": self.strategy,
+            "cascading": self.cascading.to_state(),
+            "trial_arm": self._trial_arm,
             "contest": self.contest.to_state(),
             "g_max": self.policy.g_max,
             "estimator": self.estimator.to_state(),
@@ -351,7 +360,12 @@ class ClassSteer(Leasing):
         if state["rule"] in policy.rules:
             self.rule = state["rule"]
             self.estimator = CurveEstimator(self.rule, policy.g_max, half_life_rounds=half_life_rounds)
-        self.governor = Goals.from_state(state["governor"], policy, self.rule)
+        self.strategy = state.get("strategy", ROUNDS)
+        if self.arm not in arms_of(policy):
+            self.strategy = ROUNDS
+        if "cascading" in state:
+            self.cascading = Cascading.from_state(state["cascading"])
+        self.governor = Goals.from_state(state["governor"], policy, self.arm)
         if "contest" in state:
             self.contest = Contest.from_state(state["contest"])
         if (state["rule"], state["g_max"]) == (self.rule, policy.g_max):

@@ -26,7 +26,7 @@ def class_view(steer: ClassSteer, epoch: int, seq: int, ttl_s: float) -> ClassVi
         state=allowance.state,
         reason=decision.reason,
         explanation=decision.explanation,
-        rule=steer.rule,
+        rule=decision.lease.rule,
         g=row.g,
         theta=row.theta,
         rho=row.rho,

@@ -123,7 +123,7 @@ def test_records_become_answers_and_a_restart_goes_on():
     again = CascadeEstimator.from_state(json.loads(json.dumps(estimator.to_state())))
     assert again.to_state() == estimator.to_state()
     assert Drafted.of(replace(RECORD, arm="holdback")) == Drafted(0.6, 1.0, 2.0, 20)
-    assert Drafted.of(replace(RECORD, arm="lenient")) == Drafted(0.6, 1.0, None, 20)
+    assert Drafted.of(replace(RECORD, arm="lenient")) == Drafted(0.6, 3.0, None, 20)
     np.testing.assert_allclose(again.curve(0.1).seconds_per_token, estimator.curve(0.1).seconds_per_token)
 
 

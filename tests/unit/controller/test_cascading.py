@@ -250,3 +250,16 @@ def test_where_every_answer_was_believed_the_target_takes_what_is_given() -> Non
     np.testing.assert_allclose(curve.seconds_per_token, [0.02 + 0.05, 0.02])
     again = Cascading.from_state(json.loads(json.dumps(known.to_state())))
     assert again.to_state() == known.to_state()
+
+
+def test_rounds_are_tried_beside_a_leased_cascade() -> None:
+    """After a change they get another chance, with knobs and evidence of their own; it replays."""
+    made = copy.deepcopy(fast())
+    made.steer.contest.renew()
+    decisions = [made.tick() for _ in range(60)]
+    trials = [d.lease.trial for d in decisions if d.lease.trial is not None]
+    assert trials and {(t.strategy, t.rule) for t in trials} == {("speculative", "token_v3")}
+    assert max(t.table[0].theta for t in trials) > 0
+    assert all(d.lease.strategy == "sequence_cascade" for d in decisions), "it is still the faster one"
+    for decision in decisions:
+        assert replay(decision).to_json() == decision.lease.to_json()

@@ -131,7 +131,13 @@ class Contest:
             ours = pace(governor.rule, allowance.d_allowed)
             if surely is not None and likely is not None and perhaps is not None and ours is not None:
                 numbers |= {"seconds_per_token": surely, "incumbent_seconds_per_token": ours}
-                noise = 0.0 if error is None else ERRORS * error(trial, plan / upper)
+                noise = 0.0
+                if error is not None:  # it starts at the touches that were seen, and must not be slower there
+                    start = min(tau, r.tau_seen) / allowance.mean_length
+                    first = pace(trial, start)
+                    surely = surely if first is None else max(surely, first)
+                    numbers["seconds_per_token"] = surely
+                    noise = ERRORS * error(trial, start)
                 if surely < ours * (1 - GAIN) - noise:
                     return self._take_over(governor, trial, numbers, now)
                 better = likely < ours * (1 - GAIN)

@@ -120,6 +120,11 @@ def test_a_faster_cascade_is_tried_on_a_share_and_leased() -> None:
     numbers = switched.estimates["contest"]
     assert numbers["labels"] >= LISTED.min_labels
     assert numbers["seconds_per_token"] < numbers["incumbent_seconds_per_token"]
+    first = switched.estimates["cascade"]["seconds_per_token"]
+    assert first < numbers["incumbent_seconds_per_token"], (
+        "it starts at the touches it was seen at, faster there already"
+    )
+    assert all(d.lease.strategy == "sequence_cascade" for d in made.log[made.log.index(switched) :])
     last = made.log[-1].lease
     assert (last.strategy, last.rule) == ("sequence_cascade", CASCADE_RULE) and last.table[0].theta > 0
     assert made.log[-1].estimates["cascade"]["touches_upper"] <= made.steer.governor.track(ARM).tau + 1e-9

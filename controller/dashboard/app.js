@@ -1,6 +1,6 @@
 // The status page: what the controller says, kept current. See link.js for how it hears, detail.js for what it shows.
 
-import { token } from "./api.js";
+import { ask, token } from "./api.js";
 import { Charts } from "./charts.js";
 import { Controls } from "./controls.js";
 import { Detail, glance, hashOf, isLossless, stateLabel } from "./detail.js";
@@ -12,6 +12,7 @@ import { showPolicy } from "./policy.js";
 import { Series } from "./series.js";
 import { showTimeline } from "./timeline.js";
 
+const WHY_AGAIN_S = 10;
 const $ = (id) => document.getElementById(id);
 const pools = new Map();
 const series = new Series();
@@ -26,6 +27,8 @@ let announced = "";
 let eventsOf = "";
 let policyOf = "";
 let toldAt = 0;
+let whyOf = "";
+let whyAt = 0;
 let status = { mode: "connecting", since: null, stoppedAt: null };
 
 const link = new Link({
@@ -53,6 +56,7 @@ function arrived(time) {
   render();
   refreshSeries();
   refreshEvents();
+  refreshWhy();
 }
 
 // The events are read again when the views show that there is a new one.
@@ -75,6 +79,22 @@ async function refreshEvents() {
     await showPolicy($("policy"), pool).catch(() => {
       if (policyOf === policyMark) policyOf = policyBefore;
     });
+  }
+}
+
+// Why it is so, asked again when a view shows another reason, and now and then while there is a time to wait for.
+async function refreshWhy() {
+  const shown = current();
+  if (!shown) return;
+  const { pool, cls } = shown;
+  const mark = JSON.stringify([pool.pool, cls.traffic_class, cls.state, cls.reason, cls.override]);
+  if (mark === whyOf && (cls.held_until === null || pool.time - whyAt < WHY_AGAIN_S)) return;
+  [whyOf, whyAt] = [mark, pool.time];
+  try {
+    const [why] = await ask(`/v1/pools/${encodeURIComponent(pool.pool)}/why?class=${encodeURIComponent(cls.traffic_class)}`);
+    if (mark === whyOf) detail.tell(why);
+  } catch {
+    if (mark === whyOf) whyOf = ""; // asked again at the next view
   }
 }
 
@@ -102,6 +122,8 @@ function select() {
   if (next?.pool === selected?.pool && next?.cls === selected?.cls) return;
   selected = next;
   announced = "";
+  detail.tell({ returns: null, advice: null });
+  whyOf = "";
   restartSeries();
 }
 
@@ -219,6 +241,7 @@ addEventListener("hashchange", () => {
   select();
   render();
   refreshEvents();
+  refreshWhy();
 });
 $("unlock").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -1,6 +1,6 @@
 // One traffic class in full: state in plain words, speed, budget, knobs, evidence, alerts.
 
-import { NONE, amount, clock, int, one, percent, seconds, small, three, times, two } from "./format.js";
+import { NONE, amount, int, one, percent, seconds, small, three, times, two } from "./format.js";
 import { data, h, list, text } from "./dom.js";
 
 // What each state means, and how it is coloured; unknown states are shown as they are.
@@ -79,6 +79,10 @@ export class Detail {
     this.badge = h("span", { class: "badge", id: "state" });
     this.mode = h("span", { class: "mode", id: "mode" });
     this.explanation = h("p", { class: "explanation", id: "explanation" });
+    this.returns = h("dd", { id: "returns" });
+    this.advice = h("dd", { id: "advice" });
+    this.guide = h("dl", { class: "guide", hidden: true },
+      h("div", {}, h("dt", {}, "Comes back"), this.returns), h("div", {}, h("dt", {}, "What to do"), this.advice));
     this.left = h("strong", { class: "big", id: "budget-left" });
     this.bar = h("div", { class: "meter-fill" });
     this.meter = h("div", { class: "meter", role: "progressbar", "aria-label": "Error budget left", "aria-valuemin": "0", "aria-valuemax": "100" }, this.bar);
@@ -90,7 +94,7 @@ export class Detail {
       h("div", { class: "title" }, h("div", {}, h("h1", { id: "detail-title" }, this.pool, this.cls), this.meta), controls),
       this.override,
       h("div", { class: "hero card" },
-        h("div", { class: "hero-state" }, h("p", { class: "state-line" }, this.mode, this.badge), this.explanation),
+        h("div", { class: "hero-state" }, h("p", { class: "state-line" }, this.mode, this.badge), this.explanation, this.guide),
         this.figures()),
       h("div", { class: "cards" },
         h("article", { class: "card" }, h("h2", {}, "Error budget"),
@@ -100,6 +104,15 @@ export class Detail {
         h("article", { class: "card" }, h("h2", {}, "Knobs in use"), this.rows(KNOBS)),
         h("article", { class: "card" }, h("h2", {}, "Evidence"), this.rows(EVIDENCE)),
         h("article", { class: "card" }, h("h2", {}, "Alerts"), this.alertsNone, this.alerts)));
+  }
+
+  // When leniency comes back and what a person can do; null where there is nothing to say.
+  tell({ returns, advice }) {
+    for (const [node, words] of [[this.returns, returns], [this.advice, advice]]) {
+      text(node, words ?? "");
+      node.parentElement.hidden = words === null;
+    }
+    this.guide.hidden = returns === null && advice === null;
   }
 
   rows(specs) {
@@ -139,7 +152,7 @@ export class Detail {
     text(this.mode, mode(c));
     text(this.badge, stateLabel(c.state));
     data(this.badge, "tone", stateTone(c.state));
-    text(this.explanation, c.held_until === null || c.held_until <= pool.time ? c.explanation : `${c.explanation} Not before ${clock(c.held_until)}.`);
+    text(this.explanation, c.explanation);
     for (const update of this.updates) update(c, pool);
 
     text(this.left, percent(c.remaining));

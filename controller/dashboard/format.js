@@ -19,7 +19,7 @@ export const times = (x) => (known(x) ? `${two(x)}×` : NONE);
 // A count that may be fractional: whole when large, more digits when small.
 export const amount = (x) => (known(x) ? (Math.abs(x) >= 100 ? int(x) : Math.abs(x) >= 10 ? one(x) : two(x)) : NONE);
 
-export const small = (x) => (known(x) && Math.abs(x) < 0.1 ? three(x) : two(x));
+export const small = (x) => (known(x) && x !== 0 && Math.abs(x) < 0.1 ? three(x) : two(x));
 
 export function seconds(s) {
   if (!known(s)) return NONE;

@@ -18,7 +18,7 @@ from controller.view import Board
 from policies.reload import PolicyFile
 from storage.errors import LeaseRefused, StorageError
 from storage.history import History
-from storage.records import Lease, QualityScore, Record, RequestRecord, TokenBlock, to_fields
+from storage.records import ForkRecord, Lease, QualityScore, Record, RequestRecord, TokenBlock, to_fields
 from storage.spool import Spool
 from tests.support_blocks import coin_scalars, make_block
 
@@ -352,3 +352,36 @@ def test_labels_of_unknown_requests_do_no_harm(rig: Rig) -> None:
     rig.loop.tick(T0 + 1)
     assert rig.leases.written[0].lossless
     assert rig.view().classes[0].forks_matured == 0
+
+
+@pytest.mark.parametrize("style_lost", [False, True])
+def test_a_second_metric_pulls_leniency_back(rig: Rig, style_lost: bool) -> None:
+    """From the policy file to the lease: `correct` is as good as ever, and touched answers lose `style`."""
+    rig.policy_path.write_text(POLICY.replace("window: 60s", "window: 60s, also: [{metric: style, max_loss: 0.2}]"))
+    loop = rig.start(T0)
+    rig.stream.put(*blocks(6), *[request(i) for i in range(40)])
+    loop.tick(T0 + 1)
+    widest = 0.0
+    for now in range(2, 16):
+        lease, widest = rig.leases.written[-1], max(widest, rig.view().classes[0].theta)
+        for i in range(20):
+            key, lost = f"t{now}-{i}", style_lost and now > 8 and i % 2 == 0
+            sent = {"epoch": lease.epoch, "lease_seq": lease.seq, "rule": lease.rule, "theta": 0.5, "rho": 1.0}
+            drawn = {"arm": "lenient", "holdback_prob": 0.1, "fork_prob": 1.0, "label_prob": 1.0, "touches": 1}
+            coins = {"fork_drawn": True, "label_drawn": True, "first_touch_at": T0 + now, "started": T0 + now}
+            rig.stream.put(replace(request(0), request_id=key, **sent, **drawn, **coins))  # type: ignore[arg-type]
+            rig.stream.put(ForkRecord(key, "p", "default", "w0", "b0", True, 1, 30, 8, 0.8))
+            for metric, served in (("correct", 1.0), ("style", 1.0 - lost)):
+                for branch, value in (("served", served), ("fork", 1.0)):
+                    score = QualityScore(key, "p", "default", branch, metric, value, "exact", "1", T0 + now)  # type: ignore[arg-type]
+                    rig.stream.put(score)
+        loop.tick(T0 + now)
+    explanation, end = rig.history.decisions("p")[0]["explanation"], rig.view().classes[0]
+    assert "Tightest of 2 metrics" in explanation
+    if style_lost:
+        assert "is style" in explanation
+        assert end.touches_per_request_allowed < 1.5, "was above 5"
+        assert end.theta < widest
+    else:
+        assert end.touches_per_request_allowed > 5
+        assert end.theta == widest

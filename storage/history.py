@@ -172,7 +172,8 @@ class History:
         row: dict[str, Any] = {"pool": pool, "text": clean(text), "sha": sha, "source": clean(source)}
         row |= {"accepted": accepted, "error": None if error is None else clean(error)}
         with self.database.writing(f"record a policy of {pool}") as connection:
-            query = select(table).where(table.c.pool == pool, or_(not accepted, table.c.accepted))
+            query = select(table).where(table.c.pool == pool)
+            query = query.where(table.c.accepted) if accepted else query
             newest = connection.execute(query.order_by(table.c.revision.desc()).limit(1)).mappings().first()
             if newest is not None and all(newest[name] == value for name, value in row.items()):
                 return int(newest["revision"])

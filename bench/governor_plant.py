@@ -6,6 +6,7 @@ told kappa. What counts as lost is the probability, not the coin, and only for r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,6 +58,7 @@ class Scenario:
     window_s: float = 86_400.0
     deadline_s: float = 900.0
     kappa: float | None = None  # instead of the base
+    fork_passes_max: float = 10.0  # target passes that forks may take, as a share of those of serving
     changed_at: float | None = None  # of a cycle, where the loss jumps
     ended_at: float | None = None
 
@@ -103,6 +105,16 @@ class Log:
     def arrays(self) -> dict[str, F]:
         """The columns as arrays."""
         return {name: np.asarray(values, dtype=np.float64) for name, values in vars(self).items()}
+
+
+def fork_passes(tau: float) -> float:
+    """Target passes of a touched request's fork over those of serving a request: it decodes losslessly what comes after
+    the first of ``tau`` touches."""
+    if tau <= 1e-9:
+        return 0.5
+    touched = -math.expm1(-tau)
+    after = 1 - (touched / tau - math.exp(-tau)) / touched
+    return float(after * np.interp(tau, TOUCHES, SPEED) / SPEED[0])
 
 
 def serve(rng: np.random.Generator, requests: int, tau: float, fork: float, kappa: float) -> Batch:

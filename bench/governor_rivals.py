@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from bench.governor_plant import HOLDBACK, MOST, TICKS, Batch, Scenario
+from bench.governor_plant import HOLDBACK, MOST, TICKS, Batch, Scenario, fork_passes
 from controller.governor import Governor
 from policies.class_policy import highest_burn
 from policies.model import ClassPolicy, PageRule, default_page
@@ -13,7 +13,7 @@ START, STOP, CONFIDENCE = 0.2, 0.05, 0.95
 
 
 def policy_for(scenario: Scenario, max_loss: float, rules: tuple[str, ...] = ("token_v3",)) -> ClassPolicy:
-    """The default policy over the scenario's window; forks may cost what they need."""
+    """The default policy over the scenario's window; forks may cost what the scenario allows them."""
     window_s = scenario.window_s
     page = default_page(window_s, highest_burn(max_loss, START))
     return ClassPolicy(
@@ -38,7 +38,7 @@ def policy_for(scenario: Scenario, max_loss: float, rules: tuple[str, ...] = ("t
         cooldown_s=1800.0,
         max_step_up=0.1,
         page=tuple(PageRule(e.long, e.short, e.budget) for e in page),
-        fork_passes_max=10.0,
+        fork_passes_max=scenario.fork_passes_max,
     )
 
 
@@ -47,14 +47,15 @@ class Lenity:
 
     def __init__(self, scenario: Scenario, max_loss: float):
         self.governor = Governor(policy_for(scenario, max_loss), "token_v3")
-        self._seq, self._fork, self.held = 0, 1.0, False
+        self._seq, self._fork, self._tau, self.held = 0, 1.0, 0.0, False
 
     def decide(self, now: float) -> tuple[float, float]:
         """As `bench.governor_plant.Pilot`."""
         allowance = self.governor.decide(now)
         self._seq += 1
         self._fork, self.held = allowance.fork, allowance.state == "breached"
-        self.governor.leased(1, self._seq, min(allowance.tau_allowed, MOST))
+        self._tau = min(allowance.tau_allowed, MOST)
+        self.governor.leased(1, self._seq, self._tau)
         return allowance.tau_allowed, allowance.fork
 
     def serve(self, now: float, batch: Batch, key: str) -> None:
@@ -68,10 +69,19 @@ class Lenity:
             touched=batch.touched,
             touches=batch.touches,
             fork_prob=self._fork,
+            passes=batch.requests,
         )
         if batch.forks:
             weight = (1 - HOLDBACK) / self._fork
-            self.governor.observe_forks(key, now, lease, count=batch.forks, touches=batch.fork_touches, weight=weight)
+            self.governor.observe_forks(
+                key,
+                now,
+                lease,
+                count=batch.forks,
+                touches=batch.fork_touches,
+                weight=weight,
+                passes=batch.forks * fork_passes(self._tau),
+            )
 
     def label(self, now: float, batch: Batch, key: str) -> None:
         """The labels of a tick's forks."""

@@ -29,8 +29,9 @@ class Allowance:
 
     ``tau_allowed`` and ``tau_seen`` are touches per request, ``d_allowed`` touches per emitted token. ``u_kappa`` is
     the bound on loss per touch, ``per_touch`` the loss per touch that is planned with, both in (0, 1]. ``remaining`` is
-    a share of ``budget`` and may be negative. ``burn_lower`` is the lower bound on loss per touch by long window.
-    ``held_until`` is when the cooldown ends, in the clock of `now`; None where no cooldown runs.
+    a share of ``budget``, or of that of a window that is not over yet where that is tighter, and may be negative.
+    ``burn_lower`` is the lower bound on loss per touch by long window. ``held_until`` is when the cooldown ends, in the
+    clock of `now`; None where no cooldown runs.
     """
 
     state: str
@@ -150,6 +151,11 @@ def explain(reason: str, tau: float, r: Reading, step_labels: int) -> str:
         "no_traffic": f"No requests are coming, so leniency is held at {tau:.3g} touches per request.",
     }
     return endings[reason]
+
+
+def stands(r: Reading) -> str:
+    """How the budget stands now, one sentence."""
+    return f"Now it is at most {r.spent_upper:.1f} of {r.budget:.1f}, and {max(0.0, r.remaining):.0%} remains."
 
 
 def alerts_of(r: Reading, hold: tuple[str, float] | None, detail: str, lenient: bool) -> tuple[AlertState, ...]:

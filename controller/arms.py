@@ -22,6 +22,28 @@ from controller.bounds import mixture_radius
 PRIOR = 0.95, 10.0  # the guess before there are scores, and how many of them it is worth
 
 
+class ScoreGuess:
+    """The score that is expected next, from the past only: both arms alike."""
+
+    def __init__(self, number: float = 0.0, total: float = 0.0):
+        self.number, self.total = number, total
+
+    def add(self, score: float) -> None:
+        """A score in [0, 1] came."""
+        self.number, self.total = self.number + 1, self.total + score
+
+    def value(self, holdback: float) -> float:
+        """The guess, in [1 - holdback, 1]."""
+        mean = (self.total + PRIOR[0] * PRIOR[1]) / (self.number + PRIOR[1])
+        return min(1.0, max(1 - holdback, mean))
+
+
+def difference(score: float | None, *, held_back: bool, holdback: float, guess: float) -> float:
+    """X of the module text, at most ``1 / (1 - holdback)``; a missing label (None) counts as its arm's worst."""
+    s = float(held_back) if score is None else score
+    return (s - guess) / holdback if held_back else -(s - guess) / (1 - holdback)
+
+
 class ArmDifference:
     """Bounds on the mean of (lossless score - lenient score) from scores of one arm each; ``holdback`` is in (0, 1)."""
 
@@ -31,28 +53,19 @@ class ArmDifference:
         self.holdback = holdback
         self.n = 0
         self.total = self.squares = 0.0
-        self._scores = [0.0, 0.0]  # number and sum, of both arms alike
-
-    @property
-    def guess(self) -> float:
-        """The score that is expected next, from the past only, in [1 - holdback, 1]."""
-        number, total = self._scores
-        mean = (total + PRIOR[0] * PRIOR[1]) / (number + PRIOR[1])
-        return min(1.0, max(1 - self.holdback, mean))
+        self._guess = ScoreGuess()
 
     def add(self, score: float | None, *, held_back: bool) -> None:
         """One assigned request and its score in [0, 1]; None: its label was asked for and never came."""
         if score is not None and not 0 <= score <= 1:
             raise ValueError(f"a score lies in [0, 1], not {score!r}")
-        guess = self.guess
-        worst = 1.0 if held_back else 0.0
-        s = worst if score is None else score
-        x = (s - guess) / self.holdback if held_back else -(s - guess) / (1 - self.holdback)
+        guess = self._guess.value(self.holdback)
+        x = difference(score, held_back=held_back, holdback=self.holdback, guess=guess)
         self.n += 1
         self.total += x
         self.squares += x * x
         if score is not None:
-            self._scores = [self._scores[0] + 1, self._scores[1] + score]
+            self._guess.add(score)
 
     @property
     def mean(self) -> float:
@@ -77,12 +90,12 @@ class ArmDifference:
 
     def to_state(self) -> list[Any]:
         """JSON-able state that continues exactly."""
-        return [self.holdback, self.n, self.total, self.squares, *self._scores]
+        return [self.holdback, self.n, self.total, self.squares, self._guess.number, self._guess.total]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> ArmDifference:
         """The estimator that `to_state` described."""
         self = cls(float(state[0]))
         self.n, self.total, self.squares = int(state[1]), float(state[2]), float(state[3])
-        self._scores = [float(state[4]), float(state[5])]
+        self._guess = ScoreGuess(float(state[4]), float(state[5]))
         return self

@@ -33,9 +33,10 @@ LAMBDAS = 0.95 * 0.8 ** np.arange(24)
 WEIGHTS = (1.0 / np.arange(1, 25)) / (1.0 / np.arange(1, 25)).sum()
 PRIOR_WEIGHT = 1.0  # observations that the guess's pull towards 0 is worth
 
-# A tuned mixture puts this much weight near one l, the rest on the grid.
-AIMED_WEIGHT = 0.6
-AIM_SPREAD = np.array([0.8, 1.0, 1.25])
+# A tuned mixture puts this much weight at and above one l (for budgets that fall after it was chosen), the rest on the
+# grid.
+AIM_SPREAD = np.array([1.0, 2.5, 6.0])
+AIM_WEIGHTS = np.array([0.56, 0.12, 0.12])
 
 _LOG_WEIGHTS = np.log(WEIGHTS)
 
@@ -45,17 +46,26 @@ def mixture_radius(variance: float, significance: float, scale: float = 1.0, aim
     """The ``s`` that solves ``sum_k w_k exp(l_k s - psi(l_k c) V / c^2) = 1 / significance``.
 
     ``variance`` is V >= 0, ``significance`` in (0, 1), ``scale`` is c > 0; terms with ``l_k c >= 1`` are left out. With
-    ``aim`` > 0, most of the weight lies near that l (`AIM_SPREAD`). Returns ``s > 0``, about ``c ln(1/significance)``
-    at V = 0, growing like ``sqrt(2 V ln(1/significance))``. Raises ValueError outside those ranges.
+    ``aim`` > 0, most of the weight lies at that l and above (`AIM_SPREAD`). Returns ``s > 0``, about
+    ``c ln(1/significance)`` at V = 0, growing like ``sqrt(2 V ln(1/significance))``. Raises ValueError outside those
+    ranges.
     """
-    if not (variance >= 0 and math.isfinite(variance)) or not 0 < significance < 1:
-        raise ValueError(f"variance {variance!r} must be >= 0 and significance {significance!r} in (0, 1)")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale {scale!r} must be positive")
-    lambdas, log_weights = _mixture(scale, aim)
+    return radius_of(((variance, scale),), significance, aim)
+
+
+def radius_of(parts: tuple[tuple[float, float], ...], significance: float, aim: float | None = None) -> float:
+    """`mixture_radius` where observations differ in scale: ``parts`` are pairs (V, c), and the sum over them of
+    ``psi(l_k c) V / c^2`` takes the place of one term. What scale an observation has must be known before it is made.
+    """
+    variances, scales = np.array(parts, dtype=np.float64).T
+    if not (variances.min() >= 0 and np.isfinite(variances).all()) or not 0 < significance < 1:
+        raise ValueError(f"variances {variances!r} must be >= 0 and significance {significance!r} in (0, 1)")
+    if not 0 < scales.min() <= scales.max() < math.inf:
+        raise ValueError(f"scales {scales!r} must be positive")
+    lambdas, log_weights = _mixture(float(scales.max()), aim)
     target = math.log(1 / significance)
-    steps = lambdas * scale
-    shift = (-np.log1p(-steps) - steps) * (variance / scale**2) - log_weights
+    steps = lambdas[:, None] * scales
+    shift = (-np.log1p(-steps) - steps) @ (variances / scales**2) - log_weights
     # One term alone reaches the target at s; Newton's steps on a convex function fall from there to the root.
     s = float(np.min((target + shift) / lambdas))
     for _ in range(100):
@@ -75,9 +85,8 @@ def _mixture(scale: float, aim: float | None) -> tuple[F, F]:
     """The l of a mixture that are below ``1 / scale``, and the logarithms of their weights."""
     lambdas, log_weights = LAMBDAS, _LOG_WEIGHTS
     if aim is not None:
-        aimed = np.full(len(AIM_SPREAD), math.log(AIMED_WEIGHT / len(AIM_SPREAD)))
         lambdas = np.concatenate((aim * AIM_SPREAD, LAMBDAS))
-        log_weights = np.concatenate((aimed, _LOG_WEIGHTS + math.log1p(-AIMED_WEIGHT)))
+        log_weights = np.concatenate((np.log(AIM_WEIGHTS), _LOG_WEIGHTS + math.log1p(-AIM_WEIGHTS.sum())))
     keep = lambdas * scale < 1 - 1e-9
     if not keep.any():  # beyond what the grid was made for: one small l
         return np.array([0.5 / scale]), np.array([0.0])

@@ -20,20 +20,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.bounds import mixture_radius
+from controller.bounds import radius_of
 from controller.evidence import Evidence
+from controller.flight import InFlight, Price
 
 LEVEL_STEP = math.log(1.05)
 LOWEST = -400  # the level of a lossless lease, about 3e-9 touches per request
 UNKNOWN = 400  # the level of a lease nobody recorded: above every measured one, so its touches are charged in full
 LEAST_ELAPSED = 1e-3  # shares of the window: over less no rate is taken,
 TRUSTED_ELAPSED = 0.1  # and over less it is not remembered as what was expected
-
-Price = Callable[[int, int], float]
 
 
 def level_of(tau: float) -> int:
@@ -197,27 +196,38 @@ class Ledger:
         if trusted and now < self.slices[-1].start + self.slice_s:
             self.slices[-1].expected = self.lately(now)
 
-    def budget_requests(self, now: float) -> float:
+    def budget_requests(self, now: float, first: int = 0) -> float:
         """How many requests the budget is for: as many as were expected when the ones on the account were served.
 
         Where traffic fades, what was served before was planned for a window of more requests; it is not called
-        overspent because fewer came. Where traffic grows, the requests that came count.
+        overspent because fewer came. Where traffic grows, the requests that came count. With ``first`` > 0, those of
+        the window that began with that slice of the account and is not over yet.
         """
-        served = total = 0.0
+        account = list(self._account())[first:]
+        served = float(sum(s.requests for s in account))
         usual = self.expected_requests(now)
-        for s in self._account():
-            served += s.requests
-            total += s.requests * (s.expected or usual)
+        if first:
+            usual = served + self.lately(now) * max(0.0, 1 - (now - account[0].start) / self.window_s)
+        total = sum(s.requests * (s.expected or usual) for s in account)
         return max(usual, total / served) if served else usual
 
     def lately(self, now: float) -> float:
-        """Requests in a window at the lower of the rate so far and that of its last tenth."""
-        since = now - self.window_s / 10
-        recent = sum(s.requests for s in self.slices if s.start >= since)
-        began = min((s.start for s in self.slices if s.start >= since), default=now)
+        """Requests in a window at the lowest of the rate so far, that of its last tenth, and that of its last slices.
+
+        The last is believed as far as two deviations of a count allow: a fall of traffic shows within a slice.
+        """
         usual = self.expected_requests(now)
-        young = now - began < self.window_s / 20 or not self.slices or began == self.slices[0].start
-        return usual if young else min(usual, recent * self.window_s / (now - began))
+        lowest = usual
+        for share, deviations in ((1 / 10, 0.0), (1.5 / self.k, 2.0)):
+            recent, began = 0, now
+            for s in reversed(self.slices):
+                if s.start < now - self.window_s * share:
+                    break
+                recent, began = recent + s.requests, s.start
+            if now - began >= self.window_s * share / 3 and self.slices[0].start < began:
+                most = recent + deviations * (math.sqrt(recent) + 1)
+                lowest = min(lowest, most * self.window_s / (now - began))
+        return lowest
 
     def rate(self, now: float) -> float:
         """Requests per second over the window so far."""
@@ -237,22 +247,36 @@ class Ledger:
                 least = max(least * 3, requests + 1)
         return max(best, tokens / requests) if requests >= 8 and tokens else default
 
-    def spent_upper(self, significance: float, price: Price) -> float:
-        """Loss units that the account may have cost, at most (module text): settled, in flight, and blind."""
-        account = list(self._account())
+    def spent_upper(self, significance: float, price: Price, first: int = 0) -> float:
+        """Loss units that the account may have cost, at most (module text): settled, in flight, and blind.
+
+        With ``first`` > 0, since that slice of the account.
+        """
+        account = list(self._account())[first:]
+        since = account[0].start if first else -math.inf
         blind = sum(s.blind for s in account)
-        flying = self.flight.touched
+        flying = self.flight.touched_since(since)
         settled = max(0, sum(s.touched for s in account) - flying)
         bound, aims = 0.0, set()
         for i, s in enumerate(account):
             if s.aim not in aims:
                 aims.add(s.aim)
                 bound = max(bound, self._bound(account[i:], significance, s.aim))
-        return min(float(settled), bound) + self.flight.charge(price) + blind
+        return min(float(settled), bound) + self.flight.charge(price, since) + blind
+
+    def turns(self) -> list[int]:
+        """Slices of the account, but the first, around which the expected budget of a window changed (by its `aim`).
+
+        While the budget is steady the oldest window is the tightest. After a fall, windows that are not over yet are
+        tighter: they will hold fewer requests.
+        """
+        aims = [s.aim for s in self._account()]
+        found = {i for j in range(1, len(aims)) if aims[j] != aims[j - 1] for i in (j - 1, j)}
+        return sorted(found - {0})
 
     def _bound(self, slices: list[Slice], significance: float, aim: float | None) -> float:
-        weight = max(s.weight for s in slices) or 1.0
-        radius = mixture_radius(sum(s.squares for s in slices), significance, weight, aim)
+        drawn = tuple((s.squares, s.weight) for s in slices if s.weight > 0)
+        radius = radius_of(drawn or ((0.0, 1.0),), significance, aim)
         return sum(max(0.0, s.loss) for s in slices) + radius
 
     @property
@@ -348,51 +372,4 @@ class Ledger:
             self.slices.append(Slice(*saved["head"]))
             for epoch, level, *counts in saved["cells"]:
                 self.slices[-1].cells[epoch, level] = Cell(*counts)
-        return self
-
-
-class InFlight:
-    """Touched requests that were served and whose evidence is not settled yet, by when they arrived and their lease."""
-
-    def __init__(self) -> None:
-        self.touched = 0
-        self._buckets: deque[tuple[float, dict[tuple[int, int], list[int]]]] = deque()
-
-    def add(self, now: float, epoch: int, level: int, touched: int, touches: int) -> None:
-        """Count ``touched`` requests with ``touches`` that arrived now."""
-        if not self._buckets or self._buckets[-1][0] < now:
-            self._buckets.append((now, {}))
-        counts = self._buckets[-1][1].setdefault((epoch, level), [0, 0])
-        counts[0] += touched
-        counts[1] += touches
-        self.touched += touched
-
-    def settle(self, before: float) -> None:
-        """Everything that arrived before then has its evidence on the account."""
-        while self._buckets and self._buckets[0][0] < before:
-            self.touched -= sum(touched for touched, _ in self._buckets.popleft()[1].values())
-
-    def charge(self, price: Price) -> float:
-        """Loss units: per touch its price, at most 1 a request."""
-        return sum(
-            min(float(touched), touches * price(*key))
-            for _, cells in self._buckets
-            for key, (touched, touches) in cells.items()
-        )
-
-    def touches(self, price: Price) -> float:
-        """Touches weighted by a price, not capped: what an evidence gap covers."""
-        return sum(touches * price(*key) for _, cells in self._buckets for key, (_, touches) in cells.items())
-
-    def to_state(self) -> list[Any]:
-        """JSON-able state that continues exactly."""
-        return [[at, [[*key, *counts] for key, counts in cells.items()]] for at, cells in self._buckets]
-
-    @classmethod
-    def from_state(cls, state: list[Any]) -> InFlight:
-        """The counts that `to_state` described."""
-        self = cls()
-        for at, cells in state:
-            self._buckets.append((at, {(epoch, level): [a, b] for epoch, level, a, b in cells}))
-            self.touched += sum(a for _, _, a, _ in cells)
         return self

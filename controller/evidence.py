@@ -6,6 +6,9 @@ evidence look better than the traffic. A fork that never ran, or whose scores ar
 arrived, leaves with the worst difference, +1. Everything is bounded: beyond the caps the oldest fork is settled at its
 worst, the oldest early score is forgotten (which its fork's deadline turns into the worst case again).
 
+Where no fork could be drawn, a touched request whose label was asked for is evidence by its arm alone
+(`controller.arms`): it waits for the score of what was served, and missing it takes its arm's worst.
+
 A fork weighs ``(1 - holdback probability) / fork probability``: that many touched requests of its kind, served
 leniently, stand behind it (`controller.budget`). Forks that are alike and whose labels come together may be one bundle.
 """
@@ -21,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from controller.arms import ScoreGuess, difference
 from storage.records import ForkRecord, QualityScore, RequestRecord
 
 WORST = 1.0  # the difference of a fork that has no labels: lossless perfect, lenient lost
@@ -38,7 +42,9 @@ class Evidence:
 
     ``labelled`` of them were, the others took the worst case. ``weight`` is each fork's. ``epoch`` and ``level`` say
     which lease served them, ``arrived`` when their records came (their slice of the budget), ``touched_at`` when they
-    were touched, both on the controller's clock.
+    were touched, both on the controller's clock. With ``arms`` they are assigned requests instead of forks, ``total``
+    their estimates of what a touched request loses on average over the holdback coin (at most 1 each, but far below -1
+    at times), and ``touches`` those of the lenient ones.
     """
 
     n: int
@@ -51,6 +57,7 @@ class Evidence:
     level: int
     arrived: float
     touched_at: float
+    arms: bool = False
 
 
 @dataclass
@@ -68,23 +75,37 @@ class _Pending:
     count: int = 1
     bundle: bool = False  # forks that are alike and whose labels come together
     sums: tuple[float, float] | None = None  # of a bundle's differences and their squares
+    holdback: float | None = None  # probability of it, where the arm is the evidence and there is no fork
 
     def ready(self) -> bool:
         """Nothing more to wait for: it never ran, or both branches are scored by one scorer version."""
         if self.bundle:
             return self.sums is not None
+        if self.holdback is not None:
+            return "served" in self.scores
         if self.fork == -1:
             return True
         known_touches = self.lenient_served or self.fork is not None
         versions = {version for version, _ in self.scores.values()}
         return known_touches and len(self.scores) == 2 and len(versions) == 1
 
-    def settle(self) -> Evidence:
-        """The evidence as it stands: paired if both scores are there, the worst case if not."""
+    def settle(self, guess: ScoreGuess) -> Evidence:
+        """The evidence as it stands: from the scores if they are there, the worst case if not.
+
+        ``guess`` is of the scores of arms that were settled before.
+        """
         touches = self.touches if self.lenient_served else max(self.fork or 0, self.touches)
         labelled = self.ready() and self.fork != -1
         total = squares = self.count * WORST
-        if labelled and self.sums is not None:
+        if self.holdback is not None:
+            score = self.scores["served"][1] if labelled else None
+            expected = guess.value(self.holdback)
+            x = difference(score, held_back=not self.lenient_served, holdback=self.holdback, guess=expected)
+            total = (1 - self.holdback) * x
+            squares, touches = total * total, self.touches * self.lenient_served
+            if score is not None:
+                guess.add(score)
+        elif labelled and self.sums is not None:
             total, squares = self.sums
         elif labelled:
             served, fork = self.scores["served"][1], self.scores["fork"][1]
@@ -94,13 +115,14 @@ class _Pending:
             n=self.count,
             total=total,
             squares=squares,
-            touches=max(self.count, touches),
+            touches=touches if self.holdback is not None else max(self.count, touches),
             labelled=self.count * labelled,
             weight=self.weight,
             epoch=self.epoch,
             level=self.level,
             arrived=self.arrived,
             touched_at=self.touched_at,
+            arms=self.holdback is not None,
         )
 
 
@@ -114,6 +136,7 @@ class EvidenceBuffer:
         self.last_label_at: float | None = None
         # Repeated or late; early ones that were forgotten; settled by the cap; repeated with another value.
         self.set_aside = self.unknown = self.forced = self.conflicts = 0
+        self.guess = ScoreGuess()
         self._pending: dict[str, _Pending] = {}
         self._order: list[tuple[float, float, str]] = []  # heap: touched_at, arrived, id
         self._early: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -134,7 +157,8 @@ class EvidenceBuffer:
         return {name: count for name, count in counted.items() if count}
 
     def add_request(self, record: RequestRecord, epoch: int, level: int, now: float) -> bool:
-        """Take in a request record, once; False for a duplicate. Only drawn forks of touched requests wait here."""
+        """Take in a request record, once; False for a duplicate. What waits here are touched requests whose fork was
+        drawn, or whose label was, where no fork could be."""
         key = record.request_id
         if key in self._seen:
             self.set_aside += 1
@@ -143,10 +167,13 @@ class EvidenceBuffer:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         early = self._early.pop(key, None)
-        if not record.fork_drawn or record.arm == "untouched":
+        alone = by_arm(record)
+        if record.arm == "untouched" or not (record.label_drawn if alone else record.fork_drawn):
             return True
         served, touches = record.arm == "lenient", max(1, record.touches)
-        pending = _Pending(served, touches, weight_of(record), epoch, level, now, _touched_at(record, now))
+        weight = 1 / record.label_prob if alone else weight_of(record)
+        pending = _Pending(served, touches, weight, epoch, level, now, _touched_at(record, now))
+        pending.holdback = record.holdback_prob if alone else None
         self._pending[key] = pending
         heapq.heappush(self._order, (pending.touched_at, now, key))
         if early:
@@ -210,7 +237,7 @@ class EvidenceBuffer:
             self.forced += pending.resolved_at is None and full and not late
             _, _, key = heapq.heappop(self._order)
             del self._pending[key]
-            evidence = pending.settle()
+            evidence = pending.settle(self.guess)
             self.delay_s = _mean(self.delay_s, now - pending.touched_at)
             if evidence.labelled and pending.resolved_at is not None:
                 self.label_delay_s = _mean(self.label_delay_s, pending.resolved_at - pending.touched_at)
@@ -237,7 +264,8 @@ class EvidenceBuffer:
         waiting = [(p.touched_at, key) for key, p in self._pending.items() if p.resolved_at is None and not p.bundle]
         for touched_at, key in heapq.nsmallest(limit, waiting):
             p = self._pending[key]
-            branches = [b for b in ("served", "fork") if b not in p.scores and (b == "served" or p.fork is not None)]
+            forked = p.fork is not None and p.holdback is None
+            branches = [b for b in ("served", "fork") if b not in p.scores and (b == "served" or forked)]
             if branches:
                 order = tuple(branches[:: 1 if zlib.crc32(key.encode()) & 1 else -1])
                 yield key, order, touched_at, p.arrived + self.deadline_s
@@ -264,6 +292,7 @@ class EvidenceBuffer:
             "label_delay_s": self.label_delay_s,
             "delay_s": self.delay_s,
             "last_label_at": self.last_label_at,
+            "guess": [self.guess.number, self.guess.total],
             "counts": [self.set_aside, self.unknown, self.forced, self.conflicts],
             "pending": [[key, asdict(pending)] for key, pending in self._pending.items()],
             "early": [[key, copy.deepcopy(value)] for key, value in self._early.items()],
@@ -276,6 +305,7 @@ class EvidenceBuffer:
         self = cls(deadline_s)
         self.label_delay_s, self.delay_s = state["label_delay_s"], state["delay_s"]
         self.last_label_at = state["last_label_at"]
+        self.guess = ScoreGuess(*state.get("guess", ()))
         self.set_aside, self.unknown, self.forced, self.conflicts = state["counts"]
         for key, values in state["pending"]:
             sums = values["sums"]
@@ -329,6 +359,12 @@ class ScorerWatch:
 def weight_of(record: RequestRecord) -> float:
     """How many touched requests, served leniently, the fork of this one stands for."""
     return (1 - record.holdback_prob) / max(record.fork_prob, LEAST_FORK)
+
+
+def by_arm(record: RequestRecord) -> bool:
+    """Whether its arm alone is the evidence about a touched request: no fork could be drawn, and a label could."""
+    forks = record.fork_drawn or record.fork_prob >= LEAST_FORK
+    return not forks and record.label_prob >= LEAST_FORK and 0 < record.holdback_prob < 1
 
 
 def _mean(mean: float | None, new: float) -> float:

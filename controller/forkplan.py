@@ -16,12 +16,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from controller.allowance import Reading
-from controller.bounds import AIMED_WEIGHT, Sequence
+from controller.bounds import AIM_WEIGHTS, Sequence
+from controller.evidence import LEAST_FORK
 
 if TYPE_CHECKING:
     from policies.model import ClassPolicy
 
 AIM = 0.15  # uncertainty of what a window has spent that is aimed at, as a share of its budget
+AIM_LOWER = 1.2  # the mixture is aimed this much below the best l: it forgives a low aim more than a high one
 AIM_GRID = math.log(1.5)
 LARGEST_AIM = 0.5
 REST_TOLERANCE = 1.05  # a level within this factor of tau_seen has matured
@@ -35,22 +37,22 @@ class ForkPlan:
         self._requests = self._passes = 0.0  # remembered served requests and their target passes
         self._forks = self._fork_passes = 0.0
 
-    def served(self, target_passes: int) -> None:
-        """A request was served with so many target passes."""
-        keep = 1 - 1 / MEMORY
-        self._requests, self._passes = self._requests * keep + 1, self._passes * keep + target_passes
+    def served(self, target_passes: float, count: int = 1) -> None:
+        """``count`` requests were served with so many target passes in all."""
+        keep = (1 - 1 / MEMORY) ** count
+        self._requests, self._passes = self._requests * keep + count, self._passes * keep + target_passes
 
-    def ran(self, target_passes: int) -> None:
-        """A fork took so many target passes (0: it never ran)."""
-        keep = 1 - 1 / MEMORY
-        self._forks, self._fork_passes = self._forks * keep + 1, self._fork_passes * keep + target_passes
+    def ran(self, target_passes: float, count: int = 1) -> None:
+        """``count`` forks took so many target passes in all (0: they never ran)."""
+        keep = (1 - 1 / MEMORY) ** count
+        self._forks, self._fork_passes = self._forks * keep + count, self._fork_passes * keep + target_passes
 
     @staticmethod
     def aim(policy: ClassPolicy, budget: float) -> float | None:
         """The l that suits a window with that ``budget``, on a grid; None while there is none."""
         if budget <= 0:
             return None
-        best = min(LARGEST_AIM, 2 * _log(policy) / (AIM * budget))
+        best = min(LARGEST_AIM, 2 * _log(policy) / (AIM * budget)) / AIM_LOWER
         return math.exp(round(math.log(best) / AIM_GRID) * AIM_GRID)
 
     def probability(
@@ -64,11 +66,21 @@ class ForkPlan:
         most = self._affordable(p, -math.expm1(-tau))
         if r.labelled < p.min_labels or tau > r.tau_seen * REST_TOLERANCE or tau <= 0 or not known.touches:
             return min(p.fork_cold, most)
-        to_come = (1 - p.holdback) * (known.squares + 1) / known.touches * tau * requests
         settled = severity * min(1.0, budget / r.budget) if r.budget > 0 else 0.0
-        variance = (1 - p.holdback) * max(settled, to_come)
+        variance = (1 - p.holdback) * max(settled, _to_come(p, tau, known, requests))
         need = 2 * _log(p) * variance / (AIM * budget) ** 2 if budget > 0 else 1.0
         return min(max(p.fork_warm, need), max(p.fork_cold, p.fork_warm), most)
+
+    def shortfall(self, p: ClassPolicy, tau: float, known: Sequence, requests: float, budget: float) -> float:
+        """By how much the radius of a window exceeds what is aimed at, as a share of its budget, with as many forks as
+        the policy affords at ``tau`` touches per request; 0 where they suffice. Arguments as in `probability`."""
+        if budget <= 0 or not known.touches:
+            return 0.0
+        variance = _to_come(p, tau, known, requests)
+        if p.fork_cold >= LEAST_FORK:  # otherwise arms alone are the evidence, each a request of its own
+            variance *= (1 - p.holdback) / min(p.fork_cold, max(LEAST_FORK, self._affordable(p, -math.expm1(-tau))))
+        reached = math.sqrt(2 * _log(p) * variance) / budget
+        return max(0.0, reached - AIM)
 
     def _affordable(self, p: ClassPolicy, touched: float) -> float:
         """The probability at which forks cost what the policy allows them, by what they have cost."""
@@ -90,6 +102,11 @@ class ForkPlan:
         return self
 
 
+def _to_come(p: ClassPolicy, tau: float, known: Sequence, requests: float) -> float:
+    """The severity (`controller.budget.Ledger`) of ``requests`` with ``tau`` touches each, by what is known."""
+    return (1 - p.holdback) * (known.squares + 1) / known.touches * tau * requests
+
+
 def _log(policy: ClassPolicy) -> float:
     """``ln(1 / significance)`` and what the mixture costs."""
-    return math.log(1 / (1 - policy.confidence)) - math.log(AIMED_WEIGHT) + 0.1
+    return math.log(1 / (1 - policy.confidence)) - math.log(AIM_WEIGHTS[0]) + 0.1

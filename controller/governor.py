@@ -13,6 +13,8 @@ Sources: `docs/mathematics.md`; Google SRE Workbook, chapter 5, for burn rates.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from controller.allowance import (
     AlertState,
     Allowance,
@@ -22,9 +24,12 @@ from controller.allowance import (
     explain,
     headroom,
     labels_for,
+    stands,
     state_of,
 )
+from controller.bounds import Sequence
 from controller.budget import level_tau
+from controller.evidence import LEAST_FORK
 from controller.floor import floor_alerts
 from controller.forkplan import REST_TOLERANCE
 from controller.intake import Intake, K, arm_of
@@ -32,6 +37,8 @@ from controller.track import Track, planned_per_touch
 
 __all__ = ["AlertState", "Allowance", "Governor", "arm_of"]
 
+SHORTFALL = 3.0  # times what the radius exceeds its aim by, because forks are too few, is left out of the plan
+FALLEN = 0.9  # of the budget, below which that of a window that is not over yet counts as fallen
 DEFAULT_LENGTH = 256.0  # tokens per request while unknown; long, so that few touches per token are allowed
 STALE_S = 300.0
 TRIAL = 0.3  # of the plan, what a rule on trial may spend: certified, or by its bound
@@ -52,7 +59,8 @@ class Governor(Intake):
         reading = self.read(track, now)
         if self._held(reading, now):
             track.tau = 0.0
-            return self._allowance("breached", self._hold[0] if self._hold else "", self._hold_detail, now, reading)
+            kind = self._hold[0] if self._hold else ""
+            return self._allowance("breached", kind, f"{self._hold_detail} {stands(reading)}", now, reading)
         if self._hold is not None:
             self._hold = None
             self.reset_evidence("released", now)
@@ -87,7 +95,7 @@ class Governor(Intake):
         planning = track.sequences.planning(now)
         upper = known[track.epoch][0]
         per_touch = planned_per_touch(planning) if measured else 1.0
-        recent = track.sequences.recent(now)
+        recent = None if track.arms else track.sequences.recent(now)
         if measured and recent is not None and recent.lower_per_touch(track.sequences.split(significance)) > per_touch:
             per_touch, upper = planned_per_touch(recent), max(upper, track.upper(recent, significance))
         since_rise = track.since_change(now, self.step_labels) if measured else None
@@ -95,8 +103,13 @@ class Governor(Intake):
         per_touch = max(per_touch, since_rise or 0.0)
         jumped = self._jumped[0] if self._jumped is not None and now < self._jumped[1] else 0.0
         budget = max(0.0, p.max_loss * ledger.budget_requests(now) + self.standing.adjusted(now - p.window_s))
-        spent_upper = ledger.spent_upper(significance, price) + self._overdue(now)
+        overdue = self._overdue(now)
+        spent_upper = ledger.spent_upper(significance, price) + overdue
         remaining = 1 - spent_upper / budget if budget > 0 else float(spent_upper <= 0)
+        for first in ledger.turns() if budget > 0 else ():
+            most = p.max_loss * ledger.budget_requests(now, first)
+            if most < FALLEN * budget:
+                remaining = min(remaining, 1 - (ledger.spent_upper(significance, price, first) + overdue) / most)
         since = self._unlabelled_since
         return Reading(
             upper=upper,
@@ -109,12 +122,22 @@ class Governor(Intake):
             spent_upper=spent_upper,
             budget=budget,
             remaining=remaining,
-            allowed=p.planned_loss * headroom(remaining, p.start, p.stop),
+            allowed=self._plan(track, planning, budget, now, measured=measured) * headroom(remaining, p.start, p.stop),
             unproven=ledger.flight.touches(lambda epoch, level: (1 - proven(epoch, level)) * (epoch == track.epoch)),
             stale=self._last_request_at is None or now - self._last_request_at > min(STALE_S, p.window_s / K),
             labels_stale=since is not None and now - since > p.label_deadline_s,
             burn=self._burn.read(now, p, labels=labelled, min_forks=self.step_labels, jumped=jumped),
         )
+
+    def _plan(self, track: Track, known: Sequence, budget: float, now: float, *, measured: bool) -> float:
+        """The loss rate per request to spend while there is headroom: less where forks are too few for the radius."""
+        p = self.policy
+        if not measured:
+            return p.planned_loss
+        requests = self._ledger.lately(now)
+        lately = min(budget, p.max_loss * requests)
+        short = self.forks.shortfall(p, min(track.tau, self._planned), known, requests, lately)
+        return max(p.planned_loss / 2, p.planned_loss - p.max_loss * SHORTFALL * short)
 
     def _held(self, r: Reading, now: float) -> bool:
         """Whether decoding stays lossless: for a fast burn's cooldown, or until an exhausted window recovers."""
@@ -138,7 +161,10 @@ class Governor(Intake):
 
     def _exhaust(self, r: Reading, now: float) -> None:
         self._hold = ("exhausted", now)
-        self._hold_detail = f"Lossless: {r.spent_upper:.1f} of {r.budget:.1f} loss units of the window may be spent."
+        self._hold_detail = (
+            f"Lossless since the budget ran out: then {r.spent_upper:.1f} of {r.budget:.1f} loss units of the window "
+            f"may have been spent, {max(0.0, r.remaining):.0%} remained."
+        )
 
     def _target(self, r: Reading, now: float) -> tuple[float, str]:
         """Touches per request that evidence and budget allow, and what limits them."""
@@ -153,7 +179,8 @@ class Governor(Intake):
             waiting = self._ledger.rate(now) * (self._buffer.delay_s or 0.0)
             budget, most = p.max_step_up * r.budget, steady - r.tau_seen
             afford = min(budget, max(0.0, r.remaining - p.stop) * r.budget)
-            step, reason = affordable_step(afford, p.fork_cold, r, most, self.step_labels, waiting), "step_up"
+            drawn = p.fork_cold if p.fork_cold >= LEAST_FORK else 1.0  # where none can fork, every label is asked for
+            step, reason = affordable_step(afford, drawn, r, most, self.step_labels, waiting), "step_up"
         limit = max(r.allowed, r.tau_seen + step)
         settled = pulled or ("quality_alarm" if r.alarmed else "steady")
         return (steady, settled) if steady <= limit else (limit, reason)
@@ -201,7 +228,7 @@ class Governor(Intake):
             forks_matured=r.labelled,
             requests_in_window=self._ledger.requests,
             evidence_epoch=self._track.epoch,
-            counts=self.counts | self._buffer.counts,
+            counts=dict(Counter(self.counts) + Counter(self._buffer.counts)),
             held_until=self._hold[1] if self._hold is not None and self._hold[0] != "exhausted" else None,
         )
 
@@ -247,7 +274,7 @@ class Governor(Intake):
     def _labels_needed(self, r: Reading, now: float) -> int | None:
         """About how many more labelled forks allow the next quarter of touches; None when labels would not."""
         p, track = self.policy, self._track
-        if p.max_loss <= 0 or p.fork_cold <= 0:
+        if p.max_loss <= 0 or (p.fork_cold < LEAST_FORK and not track.matured):
             return None
         if not r.measured:
             return self.step_labels - r.labelled

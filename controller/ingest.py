@@ -42,6 +42,7 @@ class Batch:
     ids: list[str] = field(default_factory=list)
     last_id: str | None = None
     duplicates: int = 0
+    conflicts: list[QualityScore] = field(default_factory=list)  # repeated with another value; the first one counts
     dead: list[str] = field(default_factory=list)
     gaps: int = 0
     trouble: str | None = None
@@ -83,7 +84,7 @@ class Deduplicator:
 
     def __init__(self) -> None:
         self._boots: OrderedDict[tuple[str, str], Boot] = OrderedDict()
-        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._keys: OrderedDict[str, float | None] = OrderedDict()  # with the value of a score
         self.gaps = 0
 
     def is_new(self, record: Record) -> bool:
@@ -106,16 +107,21 @@ class Deduplicator:
         key = _key(record)
         if key in self._keys:
             return False
-        self._keys[key] = None
+        self._keys[key] = record.score if isinstance(record, QualityScore) else None
         while len(self._keys) > _KEPT_KEYS:
             self._keys.popitem(last=False)
         return True
+
+    def disagrees(self, score: QualityScore) -> bool:
+        """Whether a repeated score had another value the first time."""
+        return self._keys.get(_key(score)) not in (None, score.score)
 
     def to_state(self) -> dict[str, Any]:
         """A JSON-able state; the newest keys only, since older ones cannot be repeated by a retry."""
         return {
             "boots": [[*name, boot.first, boot.last, boot.missing] for name, boot in self._boots.items()],
             "keys": list(self._keys)[-_SAVED_KEYS:],
+            "values": list(self._keys.values())[-_SAVED_KEYS:],
             "gaps": self.gaps,
         }
 
@@ -126,7 +132,8 @@ class Deduplicator:
         for worker, boot, *numbers in state["boots"]:
             first, last, missing = numbers if len(numbers) == 3 else (numbers[0], numbers[0], ())  # an older state
             self._boots[worker, boot] = Boot(first, last, missing)
-        self._keys.update(dict.fromkeys(state["keys"]))
+        keys = state["keys"]
+        self._keys.update(zip(keys, state.get("values", [None] * len(keys)), strict=True))
         self.gaps = int(state.get("gaps", 0))
         return self
 
@@ -168,6 +175,8 @@ def drain(source: Source, seen: Deduplicator, pool: str, *, limit: int = 5000) -
                 batch.entries.append(entry_id)
             else:
                 batch.duplicates += 1
+                if isinstance(record, QualityScore) and seen.disagrees(record):
+                    batch.conflicts.append(record)
         if not entries or source.careful:
             break
     batch.gaps = seen.gaps - gaps

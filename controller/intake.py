@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from controller.budget import UNKNOWN, Ledger, level_of
 from controller.burn import BurnMeter
 from controller.calendar import period_start
-from controller.evidence import LEAST_FORK, EvidenceBuffer, ScorerWatch
+from controller.evidence import LEAST_FORK, EvidenceBuffer, ScorerWatch, by_arm
 from controller.floor import Floor
 from controller.forkplan import ForkPlan
 from controller.leasebook import LeaseBook
@@ -67,11 +67,13 @@ class Intake:
         if not self._buffer.add_request(record, epoch, level, now):
             return
         touched, lenient = record.arm != "untouched", record.arm == "lenient"
-        blind = touched and not record.fork_drawn and not LEAST_FORK <= record.fork_prob < 1
+        alone = by_arm(record)
+        blind = touched and not alone and not record.fork_drawn and not LEAST_FORK <= record.fork_prob < 1
         touches = record.touches if lenient else 0
         self._served(now, epoch, level, 1, record.tokens, int(lenient), touches, blind=blind)
         self.forks.served(record.target_passes)
-        if touched and record.fork_drawn and self._unlabelled_since is None:
+        awaited = record.label_drawn and self._buffer.last_label_at is not None if alone else record.fork_drawn
+        if touched and awaited and self._unlabelled_since is None:
             self._unlabelled_since = now
 
     def observe_requests(
@@ -85,12 +87,16 @@ class Intake:
         touches: int,
         fork_prob: float,
         arm: str | None = None,
+        passes: float = 0.0,
     ) -> None:
         """Count many requests of one lease (epoch, seq) at once, ``touched`` of them with ``touches`` in all.
 
-        Their drawn forks come by `observe_forks`. ``arm`` is the rule on trial that they got, None the leased one.
+        Their drawn forks come by `observe_forks`. ``arm`` is the rule on trial that they got, None the leased one;
+        ``passes`` the target passes of all, 0 where nobody counts them.
         """
         now = self._at(now)
+        if passes:
+            self.forks.served(passes, requests)
         plans = self._leases.find(*lease) or {}
         epoch, level = plans.get(arm or self.rule, (FOREIGN, UNKNOWN))
         self._served(now, epoch, level, requests, tokens, touched, touches, blind=fork_prob < LEAST_FORK)
@@ -105,9 +111,12 @@ class Intake:
         touches: int,
         weight: float,
         arm: str | None = None,
+        passes: float = 0.0,
     ) -> None:
         """Many drawn forks of requests of one lease that arrived now; ``weight`` as in `controller.evidence`."""
         now = self._at(now)
+        if passes:
+            self.forks.ran(passes, count)
         plans = self._leases.find(*lease) or {}
         self._buffer.add_bundle(key, count, touches, weight, *plans.get(arm or self.rule, (FOREIGN, UNKNOWN)), now)
         if self._unlabelled_since is None:
@@ -233,7 +242,7 @@ class Intake:
             ledger.add_fork(e)
             if e.epoch in tracks:
                 tracks[e.epoch].add(e)
-            if e.epoch == self._track.epoch:
+            if e.epoch == self._track.epoch and not e.arms:
                 self._burn.add_fork(e, max(e.touched_at, self._track.began))
         ledger.flight.settle(self._buffer.oldest(now))
         live = ledger.epochs()

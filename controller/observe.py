@@ -33,6 +33,8 @@ class Observer:
                 entries[id(record)] = entry_id
             else:
                 self._attempt(lambda r=record: _other(steer(r.traffic_class), r, now), record, entry_id)
+        for score in batch.conflicts:
+            steer(score.traffic_class).governor.note("conflicting_score")
         for name, of_class in blocks.items():
             chosen, others = sample(of_class)
             for block in others:

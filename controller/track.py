@@ -26,6 +26,7 @@ class Track:
         self.matured = self.matured_at_step = 0  # labelled forks in all, and when it was loosened last
         self.changed: Sequence | None = None  # what came since a detected rise of loss
         self.factor = 1.0  # by which it rose
+        self.arms = False  # whether some of it is by assignment: then no lower bound holds
 
     def restart(self, epoch: int, now: float) -> None:
         """Forget everything: a new evidence epoch."""
@@ -37,7 +38,8 @@ class Track:
         touched_at = max(e.touched_at, self.began)
         self.sequences.add(e.n, e.total, e.squares, e.touches, touched_at)
         self.matured += e.labelled
-        if self.changed is not None and touched_at >= self.changed.began:
+        self.arms = self.arms or e.arms
+        if self.changed is not None and not e.arms and touched_at >= self.changed.began:
             self.changed.add(e.n, e.total, e.squares, e.touches)
 
     def rose(self, factor: float, now: float) -> None:
@@ -65,15 +67,16 @@ class Track:
         """JSON-able state that continues exactly."""
         known = [self.name, self.epoch, self.began, self.sequences.to_state()]
         changed = None if self.changed is None else self.changed.to_state()
-        return [*known, self.tau, self.matured, self.matured_at_step, changed, self.factor]
+        return [*known, self.tau, self.matured, self.matured_at_step, changed, self.factor, self.arms]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Track:
         """The track that `to_state` described."""
-        name, epoch, began, sequences, tau, matured, at_step, changed, factor = state
+        name, epoch, began, sequences, tau, matured, at_step, changed, factor, *arms = state
         self = cls(name, epoch, sequences["window_s"], sequences["k"], began)
         self.sequences = Staggered.from_state(sequences)
         self.tau, self.matured, self.matured_at_step = tau, matured, at_step
+        self.arms = bool(arms and arms[0])
         self.changed, self.factor = None if changed is None else Sequence.from_state(changed), factor
         return self
 

@@ -17,7 +17,7 @@ getcontext().prec = 50
 LAMBDAS = [Decimal("0.95") * Decimal("0.8") ** k for k in range(24)]
 HARMONIC = sum(Decimal(1) / (k + 1) for k in range(24))
 WEIGHTS = [Decimal(1) / (k + 1) / HARMONIC for k in range(24)]
-AIMED, SPREAD = Decimal("0.6"), [Decimal("0.8"), Decimal(1), Decimal("1.25")]
+AIMED = {Decimal("1"): Decimal("0.56"), Decimal("2.5"): Decimal("0.12"), Decimal("6"): Decimal("0.12")}
 
 
 def observations(kind: str, n: int) -> list[Decimal]:
@@ -43,7 +43,7 @@ def radius(variance: Decimal, significance: Decimal, scale: Decimal, aim: Decima
     """The s of the defining equation, for differences from their guesses of at most ``scale``."""
     pairs = list(zip(LAMBDAS, WEIGHTS, strict=True))
     if aim is not None:
-        pairs = [(aim * x, AIMED / 3) for x in SPREAD] + [(l, (1 - AIMED) * w) for l, w in pairs]
+        pairs = [(aim * x, w) for x, w in AIMED.items()] + [(l, (1 - sum(AIMED.values())) * w) for l, w in pairs]
     pairs = [(l, w) for l, w in pairs if l * scale < 1]
 
     def wealth(s: Decimal) -> Decimal:

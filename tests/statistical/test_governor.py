@@ -232,7 +232,7 @@ def test_labels_missing_when_bad_do_not_open_the_budget(monkeypatch: pytest.Monk
 def test_a_fast_burn_goes_lossless_and_recovers_in_steps() -> None:
     """Quality breaks, leniency stops within seconds and holds; when the cause is gone it opens again from certified."""
     plant = Plant(
-        dataclasses.replace(DEMO, page=(PageRule(10.0, 3.0, 0.15),)),
+        dataclasses.replace(DEMO, page=(PageRule(10.0, 3.0, 0.15),), fork_passes_max=10.0),
         np.random.default_rng(3),
         rate=8.0,
         loss=lambda t: 0.3 if 80 <= t < 100 else 0.0,

@@ -111,7 +111,7 @@ def test_a_contest_goes_on_after_a_restart() -> None:
 
 def test_with_the_losses_of_the_bundled_pair_it_ends_at_token_v3() -> None:
     """Starting at forgive, within its budget in every window. Seeded: this run needs about 60,000 requests."""
-    found = race(2, 7, 0.01)
+    found = race(3, 7, 0.01)
     assert found["ends_at"] == "token_v3" == min(LOSS_PER_TOUCH, key=LOSS_PER_TOUCH.__getitem__)
     assert found["requests_to_last_switch"] < 140_000
     assert not any(found["exceeded"])

@@ -130,6 +130,16 @@ def test_both_branches_of_a_request_are_different_labels() -> None:
     assert len(drain(source, Deduplicator(), "p").records) == 2
 
 
+def test_a_repeat_with_another_value_is_told_apart() -> None:
+    """The first value counts; the second is a duplicate that disagrees, also after a restart."""
+    other = replace(score(), score=1 - score().score)
+    seen = Deduplicator()
+    batch = drain(ListSource([("1-0", to_fields(score())), ("2-0", to_fields(other))]), seen, "p")
+    assert batch.records == [score()] and batch.conflicts == [other] and batch.duplicates == 1
+    restored = Deduplicator.from_state(json.loads(json.dumps(seen.to_state())))
+    assert restored.disagrees(other) and not restored.disagrees(score())
+
+
 def test_what_was_seen_survives_a_restart() -> None:
     """A saved and restored deduplicator still refuses what it had counted."""
     seen = Deduplicator()

@@ -27,6 +27,7 @@ from storage.history import History
 from storage.leases import LeaseStore
 from storage.seats import Seat, SeatStore
 from storage.spool import Spool
+from storage.stopped import end_stopped_writes
 from storage.stream import StreamReader
 
 log = structlog.get_logger(__name__)
@@ -194,6 +195,8 @@ class PoolRunner:
         classes = ("default", *self.policy.current[0].classes)
         leased = [fence[0] for name in classes if (fence := leases.fence(self.pool, name)) is not None]
         at_least = 1 + max([seat.highest, *leased])
+        if end_stopped_writes(parts.history.database, self.pool):
+            log.warning("a write that the last leader had left open was ended", pool=self.pool)
         epoch = parts.history.claim_epoch(self.pool, parts.name, now, at_least=at_least)
         reader = StreamReader(parts.client, self.pool)
         loop = PoolLoop(

@@ -2,8 +2,8 @@
 
 Half of the requests are easy for the draft and half are hard: the recorded texts of the bundled pair
 (`bench/data/bundled.npz`), as a plant whose drafts are accepted with the recorded probabilities. Blocks are `G` long
-and the knob in use is 0. Then a late position is examined in easy requests nearly only; a lenient knob would get there
-in hard ones too. Two estimates of accepted tokens and touches at other knobs are compared with counts at the same round
+and the knob in use is 0. Then a late position is examined in easy requests mostly; a lenient knob would get there in
+hard ones too. Two estimates of accepted tokens and touches at other knobs are compared with counts at the same round
 starts: the products of the whole drafted block, and, as the negative control, acceptance per position averaged over
 examined tokens and multiplied up. Deviations are in standard errors of the counts, by request;
 the products see the counted drafts, but not their coins (`bench.offpolicy` drafts afresh).

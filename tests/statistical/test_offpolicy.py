@@ -6,6 +6,7 @@ knob's accepted tokens and touches are counted with real coins; the estimator sa
 Chance to fail: each of 9 rules x 10 knobs x 2 quantities is tested at 3 standard errors of a difference whose variance
 is bounded from above (two-sided .0027 each at most; the knobs of a rule share blocks and coins, so about 5 % over all
 for a fresh seed); the seeds are fixed, so the outcome is. The pair: the same for 3 rules x 10 knobs, about 2 %.
+Recorded texts: for 2 rules x 10 knobs, about 2 %.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from bench import offpolicy
+from bench import mixture, offpolicy
 from controller.curve import Curve
 from controller.estimate import CurveEstimator
 from decoder.demo.pair import load_pair
@@ -152,3 +153,13 @@ def test_on_the_bundled_pair_one_knob_predicts_the_others_at_frozen_starts(playe
     found = offpolicy.frozen(rule, curve, played, np.random.default_rng(1))
     assert len(found["curve"]) >= 2 * len(offpolicy.KNOBS) - 2
     assert np.max(np.abs(found["curve"])) < 3
+
+
+@pytest.mark.parametrize("rule", mixture.RULES)
+def test_on_recorded_easy_and_hard_texts_products_hold_and_positions_alone_do_not(rule):
+    """The negative control on the bundled pair's texts: late positions were examined in easy requests."""
+    a0, requests = mixture.round_starts()
+    found = mixture.deviations(a0, requests, rule, np.random.default_rng(1))
+    assert len(found["products"]) >= 2 * len(mixture.KNOBS) - 2
+    assert np.max(np.abs(found["products"])) < 3
+    assert np.max(np.abs(found["control"])) > 10

@@ -62,7 +62,7 @@ MEANINGS = {
     ),
     "objective.floor": (
         "The least mean score that served answers may have, whatever lossless decoding would score. It can only "
-        "tighten: above the floor nothing changes, below it leniency is taken back."
+        "tighten: above the floor nothing changes, below it leniency is taken back and LenityFloorBreached pages."
     ),
     "objective.also": (
         "Further metrics that must be kept too. The tightest one decides, and the confidence is shared between them."

@@ -10,7 +10,7 @@ with ``max_loss`` 0.01 and 0.05 and a loss per touch of 0.002 and 0.02. Keys, pe
 - ``false_pullbacks_per_window``: holds, and halvings of the touches, while nothing is wrong;
 - ``budget_spent_by_regression``: share of a window's budget spent from a sudden x10 of the loss until the knob fits it;
 - ``recovery_time``: windows from the end of the regression until 0.8 of the oracle's gain is back;
-- ``forks_per_request``: what the certainty costs. Forks cost what they need but in the case that is capped as by default.
+- ``forks_per_request``: what the certainty costs; forks are capped in one case only, as by default.
 
 Rivals on the same traffic: a plain burn-rate controller and a fixed knob, both set by the loss measured offline.
 """

@@ -5,7 +5,8 @@ rule.
 
 - *Frozen starts*: at each recorded round start a second block is drafted, and its coins are tossed at every knob. Only
   noise may differ: deviations are in standard errors, and at most 3. The per-position estimate over examined tokens is
-  the negative control (it fails where positions depend on each other; on this pair they do so weakly).
+  the negative control: it fails where positions depend on each other, within easy problems weakly, and by far where
+  easy and hard requests are mixed (key ``mixed``; `bench.mixture` is the same on recorded texts).
 - *On policy*: each knob decodes other problems itself, so its rounds start elsewhere. Deviations of tokens per round
   and of touches per token are relative; what noise does not explain is the shift that a lease lives with.
 
@@ -30,6 +31,7 @@ from transformers import DynamicCache
 from controller.curve import Curve
 from controller.estimate import CurveEstimator
 from decoder.demo.pair import CACHE_ARGUMENT, EOS, PAD, Pair, load_pair, prompt_ids
+from decoder.demo.problems import Domain
 from decoder.demo.simulation import distributions, fresh_problems, inverse_cdf, position_scalars
 from decoder.demo.tasks import Problem
 from policies.rules import RULES, Scalars, accept_prob, get_rule, lossless_accept
@@ -38,6 +40,8 @@ from storage.records import TokenBlock
 F = npt.NDArray[np.float64]
 G = 5
 IN_USE = ("token_v3", 0.5)
+LONG, STRICT = 12, ("threshold", 0.0)  # of the mixture of domains
+DOMAINS: tuple[tuple[int, Domain], ...] = ((11, "easy"), (12, "hard"))
 KNOBS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)
 FEW_TOUCHES = 5e-3  # touches per token below which a relative deviation means nothing
 LONGEST = 200
@@ -72,22 +76,23 @@ class Stream:
         self.mask = torch.cat([self.mask[keep], torch.ones(len(keep), 1, dtype=torch.long)], 1)
 
     def blocks(self, rows: torch.Tensor, p: torch.Tensor, q: torch.Tensor, uniforms: torch.Tensor) -> Scalars:
-        """Draft a block of G tokens at these rows (after `logits`, whose p and q are given) and let the target read it.
+        """Draft a block of g tokens at these rows (after `logits`, whose p and q are given) and let the target read it.
 
-        ``uniforms`` [rows, G] drive the drafts. Returns scalars [rows, G]; the stream itself does not move.
+        ``uniforms`` [rows, g] drive the drafts. Returns scalars [rows, g]; the stream itself does not move.
         """
+        g = uniforms.shape[1]
         target, draft = (_rows(cache, rows) for cache in self.caches)
         mask, position = self.mask[rows], self.position[rows, -1:]
         tokens, drafts = [], [q[rows]]
-        for j in range(G):
+        for j in range(g):
             tokens.append(inverse_cdf(drafts[j], uniforms[:, j]))
-            if j == G - 1:
+            if j == g - 1:
                 break
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.long)], 1)
             logits = _forward(self.models[1], draft, tokens[j][:, None], mask, position + 1 + j)[:, -1]
             drafts.append(distributions(logits, 1.0))
         block = torch.stack(tokens, 1)
-        places = position + 1 + torch.arange(G - 1)
+        places = position + 1 + torch.arange(g - 1)
         read = _forward(self.models[0], target, block[:, :-1], mask, places)
         targets = torch.cat([p[rows, None], distributions(read, 1.0)], 1)
         made = torch.stack(drafts, 1)
@@ -159,7 +164,7 @@ def play(
     seed: int = 5,
     batch: int = 125,
 ) -> Played:
-    """Decode all problems at one knob in rounds of block length G, temperature 1.
+    """Decode all problems at one knob in rounds of as many drafts as there are weights, temperature 1.
 
     ``weights`` are the mixing weights rho by position. With ``record`` two independent blocks are drafted at each round
     start. Uniforms belong to (problem, position).
@@ -182,7 +187,7 @@ def _play(
     *,
     record: bool,
 ) -> None:
-    n = len(problems)
+    n, g = len(problems), len(weights)
     uniforms = torch.rand(3, n, LONGEST, generator=generator)
     by_place = torch.tensor([*weights, 0.0])
     stream = Stream(pair, problems)
@@ -194,14 +199,14 @@ def _play(
         starts = (place == 0).nonzero()[:, 0]
         if record and len(starts):
             both = torch.cat([starts, starts])
-            blocks = stream.blocks(both, p, q, torch.rand(len(both), G, generator=generator))
+            blocks = stream.blocks(both, p, q, torch.rand(len(both), g, generator=generator))
             played.recorded.append(Scalars(*(v[: len(starts)].numpy() for v in blocks)))
             played.second.append(Scalars(*(v[len(starts) :].numpy() for v in blocks)))
         u_draft, u_accept, u_residual = uniforms[:, live, t]
         scalars = position_scalars(p, q, p, q)
         lossless = lossless_accept(scalars)
         lenient = accept_prob(get_rule(rule), scalars, theta, by_place[place, None])
-        drafting = place < G
+        drafting = place < g
         in_round += (q * (lenient - lossless)).sum(-1).double() * drafting
         x = inverse_cdf(q, u_draft)
         kept = drafting & (u_accept <= lenient.gather(1, x[:, None])[:, 0])
@@ -226,9 +231,9 @@ def _play(
 
 
 def block_of(scalars: Scalars, rule: str, seq: int) -> TokenBlock:
-    """A telemetry block of whole rounds of G drafts with these scalars [rounds, G]; only what a curve reads is set."""
-    rounds = len(scalars.tv)
-    n = rounds * G
+    """A telemetry block of whole rounds with these scalars [rounds, g]; only what a curve reads is set."""
+    rounds, g = scalars.tv.shape
+    n = rounds * g
     empty = np.zeros(rounds, dtype=np.float32)
     return TokenBlock(
         pool="bench",
@@ -241,15 +246,15 @@ def block_of(scalars: Scalars, rule: str, seq: int) -> TokenBlock:
         rule=rule,
         rho=1.0,
         round_rows=np.ones(rounds, np.uint16),
-        round_width=np.full(rounds, G, np.uint16),
+        round_width=np.full(rounds, g, np.uint16),
         round_emitted=np.ones(rounds, np.uint32),
         round_prefill=np.zeros(rounds, np.uint32),
         round_draft_s=empty,
         round_verify_s=empty,
         round_overhead_s=empty,
         request=np.zeros(n, np.uint16),
-        round=np.repeat(np.arange(rounds, dtype=np.uint32), G),
-        position=np.tile(np.arange(1, G + 1, dtype=np.uint8), rounds),
+        round=np.repeat(np.arange(rounds, dtype=np.uint32), g),
+        position=np.tile(np.arange(1, g + 1, dtype=np.uint8), rounds),
         theta=np.full(n, IN_USE[1], np.float32),
         flags=np.zeros(n, np.uint8),
         **{name: np.ravel(value).astype(np.float32) for name, value in scalars._asdict().items()},
@@ -258,20 +263,23 @@ def block_of(scalars: Scalars, rule: str, seq: int) -> TokenBlock:
 
 def curve_of(rule: str, blocks: Sequence[Scalars]) -> Curve:
     """The curve that the controller's estimator makes of these blocks, without forgetting."""
-    estimator = CurveEstimator(rule, G, half_life_rounds=1e12)
+    estimator = CurveEstimator(rule, blocks[0].tv.shape[1], half_life_rounds=1e12)
     for seq, scalars in enumerate(blocks):
         estimator.add(block_of(scalars, rule, seq))
     return estimator.curve()
 
 
-def frozen(rule: str, curve: Curve, played: Played, rng: np.random.Generator) -> dict[str, list[float]]:
+def frozen(
+    rule: str, curve: Curve, played: Played, rng: np.random.Generator, in_use: tuple[str, float] = IN_USE
+) -> dict[str, list[float]]:
     """Deviations in standard errors at each knob, of accepted tokens and touches: of the curve, and of the control."""
+    g = curve.g_max
     first, second = (
         Scalars(*(np.concatenate(columns) for columns in zip(*blocks, strict=True)))
         for blocks in (played.recorded, played.second)
     )
     u = rng.random(second.tv.shape)
-    used = accept_prob(get_rule(IN_USE[0]), first, IN_USE[1])
+    used = accept_prob(get_rule(in_use[0]), first, in_use[1])
     examined = np.cumprod(np.column_stack((np.ones(len(u)), rng.random(u.shape) <= used))[:, :-1], axis=1)
     found: dict[str, list[float]] = {"curve": [], "control": []}
     for theta in KNOBS:
@@ -283,13 +291,28 @@ def frozen(rule: str, curve: Curve, played: Played, rng: np.random.Generator) ->
         rate, drift = ((v * examined).sum(axis=0) / examined.sum(axis=0) for v in (b, b - b0))
         before = np.cumprod(np.concatenate(([1.0], rate)))
         naive = float(before[1:].sum()), float((before[:-1] * drift).sum())
-        for count, value, other in zip(counts, (curve.tokens[i, G] - 1, curve.touches[i, G]), naive, strict=True):
+        for count, value, other in zip(counts, (curve.tokens[i, g] - 1, curve.touches[i, g]), naive, strict=True):
             # Products vary less than coins: twice the count's variance bounds that of the difference, given the starts.
             # Where no touch was counted, as many as predicted give it.
             error = float(np.sqrt(2 * (count.var() or float(value)) / len(count)))
             if error > 0:
                 found["curve"].append((float(value) - float(count.mean())) / error)
                 found["control"].append((other - float(count.mean())) / error)
+    return found
+
+
+def mixed(pair: Pair, rules: Sequence[str], problems: int) -> dict[str, Any]:
+    """Worst deviations at frozen starts, by rule, where half the requests are hard and a lossless run drafts LONG.
+
+    Late positions are then examined in easy requests more and more, which the control does not know.
+    """
+    asked = [p for seed, domain in DOMAINS for p in fresh_problems(seed, problems // 2, domain)]
+    asked.sort(key=lambda p: len(p.prompt))
+    played = play(pair, asked, *STRICT, weights=(1.0,) * LONG, record=True, batch=250)
+    found: dict[str, Any] = {"rounds": played.rounds}
+    for rule in rules:
+        z = frozen(rule, curve_of(rule, played.recorded), played, np.random.default_rng(1), STRICT)
+        found[rule] = {name: round(max(map(abs, values)), 2) for name, values in z.items()}
     return found
 
 
@@ -342,6 +365,7 @@ def measure(
         "control_least_worst_standard_errors": min(rule["control_worst"] for rule in by_rule.values()),
         "tokens_per_round_worst_shift": max(abs(row["tokens_shift"]) for row in shifts),
         "touches_per_token_worst_shift": max(touches, default=0.0),
+        "mixed": mixed(pair, rules, recorded // 3),
         "rounds_recorded": played.rounds,
         "knobs": len(knobs),
         "rules": by_rule,

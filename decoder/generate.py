@@ -148,14 +148,19 @@ class Engine:
     def fork_steps(self, completion: Completion) -> Steps[ForkResult]:
         """As `fork`, a round at a time."""
         point = fork_point(completion)
-        rows, row = Rows(self, 1), self.start(completion.request)
-        row.arm, row.touches = point.arm, point.touches
-        row.emit(point.token_ids)
+        rows, row = Rows(self, 1), self.start_fork(completion)
         rows.join(row)
         while not row.finish_reason:
             rows.round(0, [point.knobs], [None])
             yield row
         return row.fork_result(completion)
+
+    def start_fork(self, completion: Completion) -> Row:
+        """Begin the branch that was not served, at the fork point: its text may be finished already."""
+        point, row = fork_point(completion), self.start(completion.request)
+        row.arm, row.touches = point.arm, point.touches
+        row.emit(point.token_ids)
+        return row
 
     def start(self, request: Request) -> Row:
         """Check a request and begin it; raises ValueError for one that cannot be served."""

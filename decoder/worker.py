@@ -85,6 +85,7 @@ class WorkerMetrics(Collector):
         self.touches = counter("touches", "Touches of served requests")
         self.seconds = counter("decode_seconds", "Seconds spent on served branches")
         self.fork_seconds = counter("fork_seconds", "Seconds spent on branches that were not served")
+        self.fork_passes = counter("fork_target_passes", "Target passes of branches that were not served")
         self.forks = counter("forks", "Drawn forks, by whether they ran", ("class", "done"))
         self.scores = counter("scores", "Scores sent, by branch", ("class", "branch"))
         self.scores_failed = counter("scores_failed", "Scores that could not be made")
@@ -195,6 +196,7 @@ class Reporter:
         self.metrics.forks.labels(name, str(result is not None).lower()).inc()
         if result is not None:
             self.metrics.fork_seconds.labels(name).inc(result.total_s)
+            self.metrics.fork_passes.labels(name).inc(result.target_passes)
         self.sender.send(
             ForkRecord(
                 request_id=c.request.request_id,

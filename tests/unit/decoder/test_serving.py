@@ -127,6 +127,34 @@ def test_a_fork_waits_for_a_request_that_comes_while_it_runs():
     assert bench.forked == 1
 
 
+def test_a_fork_that_finds_no_row_waits_its_turn_and_is_counted_when_it_runs_or_is_given_up():
+    """The row is taken for longer than one fork is worth anything: that one never runs, the next one does."""
+    bench = Bench(Batch(1, fork_drawn=True), queue_size=4)
+    for name in "ab":
+        bench.job(name, scoring=SCORING)
+    bench.serving.turn()
+    bench.now = 40.0  # a's fork is worth nothing from 60 on, b's from 100
+    bench.serving.turn()
+    bench.job("c", 3, scoring=SCORING)
+    for now in (50.0, 62.0, 63.0):
+        bench.now = now
+        bench.serving.turn()
+    assert bench.forked == 0 and bench.records(ForkRecord) == []
+    bench.turns()
+    assert [(f.request_id, f.done, f.target_passes) for f in bench.records(ForkRecord)] == [
+        ("a", False, 0),
+        ("b", True, 1),
+        ("c", True, 1),
+    ]
+    counted = {
+        done: bench.metric("lenity_worker_forks_total", {"class": "default", "done": done})
+        for done in ("true", "false")
+    }
+    assert counted == {"true": 2, "false": 1}
+    assert bench.metric("lenity_worker_fork_target_passes_total", {"class": "default"}) == 2
+    assert bench.metric("lenity_worker_target_passes_total", {"class": "default"}) == 3
+
+
 def test_a_fork_past_its_deadline_or_that_fails_is_reported_as_never_run():
     bench = Bench(Batch(fork_drawn=True))
     bench.job("late", scoring=SCORING)

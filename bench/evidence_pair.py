@@ -43,11 +43,11 @@ from decoder.steps import fork_point
 G, ROWS, SEED, MAX_TOKENS = 4, 32, 602214, 160
 HOLDBACK, FORK, SIGNIFICANCE = 0.5, 0.75, 0.05
 POINTS = [
-    *(("token_v3", theta) for theta in (0.6, 0.8, 0.95)),
+    *(("token_v3", theta) for theta in (0.7, 0.8, 0.95)),
     *(("threshold", theta) for theta in (0.45, 0.8, 0.95)),
     *(("forgive", theta) for theta in (0.01, 0.05, 0.2)),
 ]
-COUNTED = (("forgive", 0.01), ("token_v3", 0.6), ("threshold", 0.8))  # where requests are counted
+COUNTED = (("threshold", 0.45), ("forgive", 0.01), ("token_v3", 0.8))  # where requests are counted
 USUAL_HOLDBACK, GAP, CHUNK, MOST = 0.1, 0.008, 100, 400_000
 
 

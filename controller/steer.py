@@ -192,7 +192,7 @@ class ClassSteer(Leasing):
     def observe_fork(self, record: ForkRecord, now: float) -> None:
         """Take in the end of a fork."""
         self.governor.observe_fork(record, now)
-        self._count({"forks": 1.0, "fork_target_passes": float(record.target_passes)})
+        self._count({"forks": float(record.done), "fork_target_passes": float(record.target_passes)})
 
     def observe_score(self, score: QualityScore, now: float) -> None:
         """Take in one label; an untouched request's score counts for both branches, since their texts are the same."""

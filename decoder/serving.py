@@ -114,6 +114,7 @@ class _Fork:
     completion: Completion
     scoring: Scoring | None
     deadline: float
+    urgent: float  # from when on it does not wait for a worker without requests
     branch: Branch | None = None  # begun
 
 
@@ -250,7 +251,9 @@ class Serving:
             self._admit(place)
         for place in (busy := [place for place in places if place.decoder.rows]):
             self._round(place)
-        return bool(busy) or self._fork()
+        if busy and not self._urgent():
+            return True
+        return self._fork() or bool(busy)
 
     def _route(self, job: Job) -> None:
         """Settle the strategy of a request, and send it to the batch or, where that takes one at a time, to the lane.
@@ -338,7 +341,8 @@ class Serving:
         elif completion.fork_drawn:
             if len(self._forks) >= MAX_FORKS:
                 self._report.forked(self._forks.popleft().completion, None)
-            self._forks.append(_Fork(completion, scoring, self._deadline(completion)))
+            deadline, now = self._deadline(completion), self._clock()
+            self._forks.append(_Fork(completion, scoring, deadline, urgent=now + (deadline - now) / 2))
         elif scoring is not None and (completion.label_drawn or scoring.always):
             self._report.scored(completion, scoring, "served", completion.token_ids)
         self._leave(job, completion=completion)
@@ -347,6 +351,10 @@ class Serving:
         """When its fork and labels are worth nothing any more, on our clock; the touch was on the clock of the wall."""
         since = self._report.wall() - (completion.first_touch_at or 0.0)
         return self._clock() - min(max(0.0, since), completion.total_s) + completion.knobs.label_deadline
+
+    def _urgent(self) -> bool:
+        """Whether the oldest fork has waited for half of its time and there is a free row: it runs beside requests."""
+        return bool(self._forks and self._batch.decoder.free and self._clock() >= self._forks[0].urgent)
 
     def _fork(self) -> bool:
         """One step of the oldest fork; False if there is none."""

@@ -114,12 +114,13 @@ class Stage:
     # -- what an operator would look at --------------------------------------------------------------------------------
 
     def pool(self) -> dict[str, Any] | None:
-        """The pool as the API shows it; None while the controller does not answer."""
+        """The pool as the API shows it; None while the controller does not answer, or waits and does not lead yet."""
         try:
             answer = self._http.get(f"/v1/pools/{POOL}")
         except httpx.HTTPError:
             return None
-        return answer.json() if answer.status_code == 200 else None
+        pool: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+        return pool if pool.get("classes") else None
 
     def ready(self) -> bool:
         """Whether the controller says that it can act."""

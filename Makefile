@@ -1,5 +1,5 @@
 # Every target creates .venv with what it needs; nothing else is required but Python >= 3.11.
-#   make demo    the whole loop on real models, about three minutes after install
+#   make demo    the whole loop on real models, about five minutes after install
 #   make test    every test (make check is part of it in .ci/run)
 PYTHON ?= python3
 VENV   ?= .venv

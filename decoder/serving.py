@@ -4,7 +4,8 @@
 decoding thread: cancel what was given up, admit what waits, decode one round of every row, report what finished. A
 request gets its strategy when it arrives here; strategies that decode one request at a time have a lane beside the
 batch (`decoder.lane`), one step of which follows every round. Forks that were drawn run, a step at a time, when nothing
-else is there to do; one whose deadline has passed, or that is left when the worker stops, is reported as never run.
+else is there to do, or in a free row once half of their time has gone; one whose deadline has passed, or that is left
+when the worker stops, is reported as never run.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ MEANINGS = {
     ),
     "evidence.fork_passes_max": (
         "The most that forks may cost: their target passes as a share of the passes that served requests make. "
-        "Beyond it a drawn fork waits for an idle worker, and fewer are drawn."
+        "Fewer are drawn where they would cost more."
     ),
     "block.max": "The longest block `g` that may be drafted per round.",
     "block.explore": (
